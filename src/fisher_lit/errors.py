@@ -1,0 +1,9 @@
+"""Exceptions whose message says, in one line, what to change. The command line prints them without a traceback."""
+
+
+class UserError(ValueError):
+    """Bad input. The message names the argument, its value and the way out."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient became NaN or infinite. Training stops before the weights are touched."""

@@ -1,0 +1,76 @@
+"""Dr. GRPO (arXiv 2503.20783) with the settings of arXiv 2609.36262, Appendix B.2."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from typing_extensions import override
+
+from fisher_lit.errors import UserError
+from fisher_lit.logprobs import TokenScores
+from fisher_lit.modules.policy import PolicyModule
+from fisher_lit.modules.statistics import batch_statistics
+from fisher_lit.objectives import dr_grpo_loss, group_advantages
+from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
+
+
+class DrGRPO(PolicyModule):
+    """Reinforcement learning from verifiable rewards: the clipped surrogate, summed over tokens.
+
+    The advantage is the reward minus the mean of its group. The loss is divided by responses × horizon. There is no
+    division by the standard deviation or by the response's length, no KL penalty and no entropy bonus. The ratio is
+    taken to the recorded log-probabilities of the sampler.
+
+    Args:
+        clip_range: ε of the clipped surrogate.
+        **kwargs: settings of the policy.
+    """
+
+    def __init__(self, model: str, clip_range: float = 0.2, **kwargs) -> None:
+        super().__init__(model, **kwargs)
+        if not 0 < clip_range < 1:
+            raise UserError(f"model: `clip_range` must be in (0, 1), got {clip_range}")
+        self.clip_range = clip_range
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data = self.data
+        if stage == "fit" and data.responses_per_prompt < 2:
+            raise UserError(
+                f"data: `responses_per_prompt` is {data.responses_per_prompt}, so every response is its own group mean "
+                f"and no advantage differs from 0; set at least 2"
+            )
+        if stage == "fit" and not data.sampling.is_full_softmax:
+            raise UserError(
+                f"data: Dr. GRPO needs responses from the full softmax, but `sampling` is {data.sampling}; set a "
+                f"temperature above 0, top_p 1, top_k null and min_p 0"
+            )
+
+    @override
+    def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
+        advantages = group_advantages(batch.rewards).flatten()[list(indices)].to(self.device)
+        return dr_grpo_loss(
+            scores.logprobs,
+            micro.sampler_logprobs,
+            advantages[micro.row],
+            clip_range=self.clip_range,
+            num_responses=len(batch.rollouts),
+            horizon=batch.horizon,
+        )
+
+    @override
+    def signal(self, batch: RolloutBatch) -> list[Tensor | float]:
+        return group_advantages(batch.rewards).flatten().tolist()
+
+    @override
+    def has_gradient(self, batch: RolloutBatch) -> list[bool]:
+        return [bool(advantage != 0) for advantage in self.signal(batch)]
+
+    @override
+    def batch_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        idle = (group_advantages(batch.rewards) == 0).all(-1)
+        return batch_statistics(batch) | {
+            "reward": float(batch.rewards.mean()),
+            "zero_advantage_groups": float(idle.float().mean()),
+            "reward_timeouts": float(batch.num_reward_timeouts),
+        }

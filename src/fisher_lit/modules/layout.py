@@ -1,0 +1,31 @@
+"""TensorBoard's custom-scalars page: the few charts to look at first."""
+
+from lightning.pytorch import Trainer
+
+LAYOUT = {
+    "Learning": {
+        "training reward": ["Multiline", ["train/reward"]],
+        "accuracy (%)": ["Multiline", ["val/accuracy", "val/pass@.*"]],
+        "groups without a signal": ["Multiline", ["train/zero_advantage_groups"]],
+    },
+    "Health": {
+        "entropy (nats)": ["Multiline", ["train/entropy"]],
+        "gradient norm": ["Multiline", ["train/gradient_norm"]],
+        "sampler to trainer gap (nats)": ["Multiline", ["train/logprob_gap_mean", "train/logprob_gap_max"]],
+        "response length (tokens)": ["Multiline", ["train/response_length", "val/response_length"]],
+        "truncated": ["Multiline", ["train/truncated"]],
+    },
+    "Speed": {
+        "seconds": ["Multiline", ["perf/seconds_.*"]],
+        "response tokens per second": ["Multiline", ["perf/tokens_per_second"]],
+    },
+}
+
+
+def scalar_layout(trainer: Trainer) -> dict:
+    """The module's charts, then those of each callback that has a `scalar_layout()`."""
+    layout = dict(LAYOUT)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if hasattr(callback, "scalar_layout"):
+            layout |= callback.scalar_layout()
+    return layout

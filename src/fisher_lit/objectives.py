@@ -1,0 +1,68 @@
+"""Training objectives as pure functions.
+
+Every loss is a *sum* over the tokens of a micro-batch divided by a count of the *whole* update, so the split into
+micro-batches cannot change the gradient. Shapes: N = response tokens of a micro-batch. Log-probabilities in nats.
+"""
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(rewards: Tensor) -> Tensor:
+    """Rewards minus their group's mean, without dividing by the standard deviation (Dr. GRPO, arXiv 2503.20783).
+
+        A_nj = r_nj − (1/G) Σ_k r_nk
+
+    Args:
+        rewards: [prompts, G].
+
+    Returns:
+        Advantages of the same shape and dtype.
+    """
+    return rewards - rewards.mean(dim=-1, keepdim=True)
+
+
+def dr_grpo_loss(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_range: float,
+    num_responses: int,
+    horizon: int,
+) -> Tensor:
+    """Token-summed clipped surrogate with a constant denominator (Dr. GRPO; arXiv 2609.36262, Appendix B.2).
+
+        L = −1/(M·H) Σ_t min(ρ_t A_t, clip(ρ_t, 1−ε, 1+ε) A_t),   ρ_t = exp(log p_θ(y_t) − log p_sampler(y_t))
+
+    There is no KL penalty and no entropy bonus.
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens; carries the gradient.
+        sampler_logprobs: [N] the sampler's, constant.
+        advantages: [N] the advantage of each token's response, constant.
+        clip_range: ε.
+        num_responses: M, responses of the whole update.
+        horizon: H, the most tokens that a response may have.
+
+    Returns:
+        A scalar.
+    """
+    ratio = (logprobs - sampler_logprobs).exp()
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return -torch.minimum(ratio * advantages, clipped * advantages).sum() / (num_responses * horizon)
+
+
+def sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
+    """Mean negative log-likelihood of the demonstrated response tokens.
+
+        L = −1/N_tok Σ_t log p_θ(y_t | s_t)
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens; carries the gradient.
+        num_tokens: N_tok, response tokens of the whole update.
+
+    Returns:
+        A scalar, nats per token.
+    """
+    return -logprobs.sum() / num_tokens
