@@ -40,11 +40,8 @@ class DrGRPO(PolicyModule):
                 f"data: `responses_per_prompt` is {data.responses_per_prompt}, so every response is its own group mean "
                 f"and no advantage differs from 0; set at least 2"
             )
-        if stage == "fit" and not data.sampling.is_full_softmax:
-            raise UserError(
-                f"data: Dr. GRPO needs responses from the full softmax, but `sampling` is {data.sampling}; set a "
-                f"temperature above 0, top_p 1, top_k null and min_p 0"
-            )
+        if stage == "fit":
+            self.require_full_softmax()
 
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:

@@ -1,0 +1,54 @@
+"""K2 on-policy distillation (arXiv 2609.36262, equation 18): token-local, in the style of a policy gradient."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fisher_lit.divergences import forward_kl
+from fisher_lit.logprobs import TokenScores
+from fisher_lit.modules.distillation import Distillation, sum_of_each
+from fisher_lit.objectives import k2_loss
+from fisher_lit.rollout.batch import MicroBatch, RolloutBatch, collate
+
+
+class K2Distillation(Distillation):
+    """Half the mean squared log-ratio to the teacher over the response tokens of the whole update.
+
+    Its gradient weights each token's score by log π_T − log p_θ. There is no reward, no group mean and no clipping.
+    """
+
+    @override
+    def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
+        teacher = self.teacher_tokens(batch, indices)
+        return k2_loss(scores.logprobs, teacher.to(scores.logprobs.dtype), num_tokens=batch.num_response_tokens)
+
+    @override
+    def signal(self, batch: RolloutBatch) -> list[Tensor | float]:
+        return list(self.log_ratios(batch))
+
+    @override
+    @torch.no_grad()
+    def effective_signal(self, batch: RolloutBatch) -> list[float]:
+        """a = Σ_t (w_t − E[w_t | s_t]) with w_t = log π_T − log p_θ, whose conditional mean is −KL(p_θ ‖ π_T) at s_t.
+
+        The mean does not change the expected gradient, and without it products of different tokens would not vanish,
+        so this is the sequence signal with E[a h] = E[Σ_t w_t ∂ log p_θ(y_t | s_t)].
+        """
+        assert self.model is not None
+        assert self.teacher.network is not None
+        totals = sum_of_each(self.log_ratios(batch))
+        for group in self.micro_batches([r.num_tokens for r in batch.rollouts]):
+            micro = collate([batch.rollouts[i] for i in group], pad_id=0, device=self.device)
+            _, reverse_N, _ = forward_kl(
+                self.model,
+                self.teacher.network,
+                micro,
+                temperature=batch.temperature,
+                chunk_tokens=self.logprob_chunk_tokens,
+            )
+            totals[group] += torch.zeros(len(group), dtype=torch.float64).index_add(
+                0, micro.row.cpu(), reverse_N.double().cpu()
+            )
+        return totals.tolist()
