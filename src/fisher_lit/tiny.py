@@ -38,7 +38,8 @@ def tiny_config(vocab_size: int, *, layers: int = 3, width: int = 64, positions:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=width // 4,
+        # vLLM's CPU attention starts at heads of 32 dimensions.
+        head_dim=max(32, width // 4),
         max_position_embeddings=positions,
         # The usual 0.02 is for widths of a thousand and more; at this one training would start far too slowly.
         initializer_range=0.06,
@@ -56,7 +57,7 @@ def write_skeleton(directory: Path, layers: int = 3, width: int = 64) -> None:
     Args:
         directory: where to write.
         layers: decoder layers.
-        width: hidden width, a multiple of 8.
+        width: hidden width.
     """
     tokenizer = character_tokenizer()
     tiny_config(len(tokenizer), layers=layers, width=width).save_pretrained(directory)

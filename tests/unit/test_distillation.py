@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from fisher_lit.divergences import forward_kl
@@ -13,6 +12,7 @@ from fisher_lit.objectives import k2_loss, policy_gradient_loss
 from fisher_lit.rollout.batch import Rollout, collate
 from fisher_lit.teacher import Teacher, require_same_vocabulary
 from fisher_lit.tiny import character_tokenizer, tiny_config
+from probes import LargestTensor
 
 
 @pytest.fixture
@@ -85,17 +85,6 @@ def test_teacher_scores_as_one_by_one(teacher_model, batch_tokens, chunk_tokens)
             want = want[range(len(want)), list(rollout.response_ids)]
             torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
             assert not got.requires_grad
-
-
-class LargestTensor(TorchDispatchMode):
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor):
-                self.largest = max(self.largest, t.numel())
-        return out
 
 
 def test_teacher_never_holds_all_logits():
