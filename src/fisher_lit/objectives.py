@@ -53,6 +53,26 @@ def dr_grpo_loss(
     return -torch.minimum(ratio * advantages, clipped * advantages).sum() / (num_responses * horizon)
 
 
+def truncated_importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """How much more likely the trainer finds each token than the sampler did, up to a cap.
+
+        w_t = min(p_θ(y_t) / p_sampler(y_t), C)
+
+    A surrogate with the ratio p_θ / sg[p_θ] and advantages w_t A_t has the gradient Σ_t w_t A_t ∂ log p_θ(y_t), which
+    up to the cap is unbiased per token for the trainer's policy although another one drew the tokens (truncated
+    importance sampling: Ionides 2008).
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens, nats.
+        sampler_logprobs: [N] the sampler's.
+        cap: C, at least 1.
+
+    Returns:
+        [N], constant.
+    """
+    return (logprobs.detach() - sampler_logprobs).exp().clamp(max=cap)
+
+
 def sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
     """Mean negative log-likelihood of the demonstrated response tokens.
 
