@@ -41,6 +41,8 @@ ENVIRONMENT = {
 }
 
 
+# Seconds past `batch_timeout` after which vLLM counts as stuck inside one step.
+GRACE = 300.0
 # What vLLM raises when it cannot do what it is asked for.
 FAILURES = (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TimeoutError, TypeError, ValueError)
 
@@ -181,6 +183,7 @@ class VLLMEngine(Engine):
                 try:
                     self._draw(requests, parameters, samples, progress)
                 except FAILURES as again:
+                    self.close()
                     raise EngineError(_failure("failed again after a restart", again)) from again
             if self.sleep_level:
                 self._llm.sleep(level=self.sleep_level)
@@ -275,7 +278,7 @@ class VLLMEngine(Engine):
         engine = self._llm.llm_engine
         pending = {}
         deadline = time.monotonic() + self.batch_timeout
-        with _hard_limit(2 * self.batch_timeout):
+        with _hard_limit(self.batch_timeout + GRACE):
             for i, request in enumerate(requests):
                 if i not in samples:
                     self._num_requests += 1
@@ -324,8 +327,8 @@ def _hard_limit(seconds: float) -> Iterator[None]:
 
     def stop() -> None:
         print(
-            f"fisher-lit: error: engine: vLLM has not answered for {seconds:g} s (twice `batch_timeout`); the process "
-            f"ends here, and the last checkpoint is intact",
+            f"fisher-lit: error: engine: vLLM has not answered for {seconds:g} s; the process ends here, and the last "
+            f"checkpoint is intact",
             file=sys.stderr,
             flush=True,
         )
