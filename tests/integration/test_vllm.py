@@ -234,11 +234,12 @@ def test_restarted_engine_finishes_the_batch(engine, model, monkeypatch, caplog)
 def test_process_stuck_in_compiled_code_ends_with_one_line():
     code = (
         "import time\nfrom fisher_lit.optional_packages import hide_broken_packages\nhide_broken_packages()\n"
-        "from fisher_lit.rollout.vllm_engine import _hard_limit\nwith _hard_limit(0.1):\n    time.sleep(60)"
+        "from fisher_lit.rollout import vllm_failures\nvllm_failures.GRACE = 0.1\n"
+        "with vllm_failures.hard_limit(0.1):\n    time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "vLLM has not answered for 0.1 s" in done.stderr
+    assert "vLLM has not answered for 0.2 s" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from fisher_lit.rollout.engine import Engine
 from fisher_lit.rollout.sampling import Sampling
 from fisher_lit.rollout.transformers_engine import TransformersEngine
 from fisher_lit.rollout.vllm_engine import VLLMEngine
+from fisher_lit.rollout.vllm_server import VLLMServerEngine
 
 __all__ = [
     "DemonstrationDataModule",
@@ -17,4 +18,5 @@ __all__ = [
     "Sampling",
     "TransformersEngine",
     "VLLMEngine",
+    "VLLMServerEngine",
 ]

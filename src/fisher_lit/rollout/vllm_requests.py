@@ -65,4 +65,5 @@ def sampling_parameters(
         "max_tokens": max_new_tokens,
         "min_tokens": 0,
         "logprobs": 0,
+        "watermarking": False,
     }
