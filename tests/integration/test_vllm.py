@@ -197,6 +197,19 @@ def test_fit_with_all_analyses(run, tmp_path):
         assert all(abs(gap) < 1e-4 for gap in gaps)
 
 
+def test_resumed_fit_equals_an_uninterrupted_one(engine, tmp_path):
+    def part(max_steps, **kwargs):
+        module = policy(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+        checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
+        fit(module, data(engine=engine), checkpoint, max_steps=max_steps, enable_checkpointing=True, **kwargs)
+        return module
+
+    whole = part(4)
+    resumed = part(4, ckpt_path=str(next(tmp_path.glob("*step=2.ckpt"))))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
 class Impatient(Callback):
     """Leaves the engine no time from update 2 on."""
 
