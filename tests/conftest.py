@@ -1,8 +1,14 @@
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
-from fisher_lit.tiny import character_tokenizer, tiny_config
+from fisher_lit.optional_packages import hide_broken_packages
+
+# Before anything imports transformers.
+hide_broken_packages()
+
+from transformers import Qwen3ForCausalLM  # noqa: E402
+
+from fisher_lit.tiny import character_tokenizer, tiny_config  # noqa: E402
 
 # Two cores are shared by everything that runs here.
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
-from fisher_lit.errors import NonFiniteError, UserError
+from fisher_lit.errors import EngineError, NonFiniteError, UserError
 from fisher_lit.modules import PolicyModule
 from fisher_lit.rollout import RolloutDataModule
 from fisher_lit.rollout.datamodule import require_one_process
@@ -98,7 +98,7 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
             parser_kwargs={name: {"usage": USAGE.format(name)} for name in FisherLitCLI.subcommands()},
             args=args,
         )
-    except (UserError, NonFiniteError) as error:
+    except (EngineError, UserError, NonFiniteError) as error:
         sys.exit(_fail(str(error)))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient became NaN or infinite. Training stops before the weights are touched."""
+
+
+class EngineError(RuntimeError):
+    """A rollout engine failed or does not hold the trainer's weights. Training stops before the weights are touched."""

@@ -53,7 +53,27 @@ def dr_grpo_loss(
     return -torch.minimum(ratio * advantages, clipped * advantages).sum() / (num_responses * horizon)
 
 
-def k2_loss(logprobs: Tensor, teacher_logprobs: Tensor, *, num_tokens: int) -> Tensor:
+def truncated_importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
+    """How much more likely the trainer finds each token than the sampler did, up to a cap.
+
+        w_t = min(p_θ(y_t) / p_sampler(y_t), C)
+
+    A surrogate with the ratio p_θ / sg[p_θ] and advantages w_t A_t has the gradient Σ_t w_t A_t ∂ log p_θ(y_t), which
+    up to the cap is unbiased per token for the trainer's policy although another one drew the tokens (truncated
+    importance sampling: Ionides 2008).
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens, nats.
+        sampler_logprobs: [N] the sampler's.
+        cap: C, at least 1.
+
+    Returns:
+        [N], constant.
+    """
+    return (logprobs.detach() - sampler_logprobs).exp().clamp(max=cap)
+
+
+def k2_loss(logprobs: Tensor, teacher_logprobs: Tensor, *, num_tokens: int, weights: Tensor | None = None) -> Tensor:
     """Half the squared log-ratio on the student's own samples (arXiv 2609.36262, equation 18; Schulman's k2).
 
         L = 1/(2 N_tok) Σ_t (log p_θ(y_t | s_t) − log π_T(y_t | s_t))²
@@ -65,11 +85,13 @@ def k2_loss(logprobs: Tensor, teacher_logprobs: Tensor, *, num_tokens: int) -> T
         logprobs: [N] log p_θ of the response tokens; carries the gradient.
         teacher_logprobs: [N] the teacher's, constant.
         num_tokens: N_tok, response tokens of the whole update.
+        weights: [N] importance weight of each token's term, constant; None weights all by 1.
 
     Returns:
         A scalar, nats² per token.
     """
-    return (logprobs - teacher_logprobs).square().sum() / (2 * num_tokens)
+    terms = (logprobs - teacher_logprobs).square()
+    return (terms if weights is None else weights * terms).sum() / (2 * num_tokens)
 
 
 def policy_gradient_loss(logprobs: Tensor, signal: Tensor, *, num_responses: int) -> Tensor:

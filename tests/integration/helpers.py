@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,6 +14,7 @@ from fisher_lit.rollout import RolloutDataModule
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
 
 
 def sgd(lr):
@@ -52,3 +54,12 @@ def scalars(run_dir, tag):
         if tag in events.Tags()["scalars"]:
             found |= {e.step: e.value for e in events.Scalars(tag)}
     return sorted(found.items())
+
+
+def small_quickstart(folder):
+    """The quickstart with few samples, so that overlays with the paper's steps measure at step 0 only."""
+    config = yaml.safe_load(QUICKSTART.read_text())
+    config["data"]["init_args"]["analysis"] = {"fisher_prompts": 20, "gradient_prompts": 200, "gradient_responses": 2}
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -24,9 +23,8 @@ from fisher_lit.fisher.vectors import load_masks, load_vectors
 from fisher_lit.modules import SFT
 from fisher_lit.rollout import DemonstrationDataModule, TransformersEngine
 from fisher_lit.rollout.analysis_samples import AnalysisSamples
-from integration.helpers import QUICKSTART, ROOT, data, fit, policy, scalars
+from integration.helpers import OVERLAYS, data, fit, policy, scalars, small_quickstart
 
-OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
 SMALL = AnalysisSamples(fisher_prompts=24, gradient_prompts=10, gradient_responses=4)
 QS = [0.1, 1.0, 5.0]
 
@@ -282,15 +280,6 @@ def test_analyses_of_supervised_fine_tuning(tmp_path):
         assert len(read_records(tmp_path / "run" / "analyses" / f"{name}.jsonl")) == 1
     (record,) = read_records(tmp_path / "run" / "analyses" / "bound.jsonl")
     assert record["values"]["violations"] == 0
-
-
-def small_quickstart(folder):
-    """The quickstart with few samples, so that overlays with the paper's steps measure at step 0 only."""
-    config = yaml.safe_load(QUICKSTART.read_text())
-    config["data"]["init_args"]["analysis"] = {"fisher_prompts": 20, "gradient_prompts": 200, "gradient_responses": 2}
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
 
 
 @pytest.mark.parametrize(

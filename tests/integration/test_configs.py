@@ -12,6 +12,7 @@ from fisher_lit.cli import main
 from integration.helpers import QUICKSTART, ROOT
 
 # A file without a DataModule of its own is an overlay of the config that its comment names.
+ENGINE = ROOT / "configs" / "vllm.yaml"
 CONFIGS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "max_steps" in p.read_text()]
 VARIANTS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(CONFIGS))
 OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
@@ -61,6 +62,17 @@ def test_overlays_compose_in_any_order(capsys):
     found = {frozenset(classes(printed(capsys, *order))) for order in itertools.permutations(paths)}
     assert len(found) == 1
     assert {"FisherEstimation", "ParameterMask", "ModelCheckpoint"} <= found.pop()
+
+
+@pytest.mark.parametrize("config", [QUICKSTART, ROOT / "configs" / "rl_math500.yaml"], ids=lambda path: path.stem)
+def test_engine_overlay_replaces_the_engine_only(capsys, config):
+    """It needs no vllm, and settings of another engine do not stay behind."""
+    base, composed = (yaml.safe_load(printed(capsys, *paths)) for paths in ([config], [config, ENGINE]))
+    engine = composed["data"]["init_args"].pop("engine")
+    base["data"]["init_args"].pop("engine")
+    assert composed == base
+    assert engine["class_path"] == "fisher_lit.rollout.VLLMEngine"
+    assert "max_batch_size" not in engine["init_args"]
 
 
 def test_help_explains_every_setting():

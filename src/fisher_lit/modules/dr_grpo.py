@@ -7,9 +7,9 @@ from typing_extensions import override
 
 from fisher_lit.errors import UserError
 from fisher_lit.logprobs import TokenScores
-from fisher_lit.modules.policy import PolicyModule
+from fisher_lit.modules.policy import PolicyModule, require_importance_cap
 from fisher_lit.modules.statistics import batch_statistics
-from fisher_lit.objectives import dr_grpo_loss, group_advantages
+from fisher_lit.objectives import dr_grpo_loss, group_advantages, truncated_importance_weights
 from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
 
 
@@ -18,18 +18,24 @@ class DrGRPO(PolicyModule):
 
     The advantage is the reward minus the mean of its group. The loss is divided by responses × horizon. There is no
     division by the standard deviation or by the response's length, no KL penalty and no entropy bonus. The ratio is
-    taken to the recorded log-probabilities of the sampler.
+    taken to the recorded log-probabilities of the sampler: with one update per batch it is 1, up to the gap between
+    the sampler's log-probabilities and the trainer's. A token whose gap leaves [1 − ε, 1 + ε] on the side of its
+    advantage then gets no gradient. `importance_cap` weights such tokens in place of dropping them.
 
     Args:
         clip_range: ε of the clipped surrogate.
+        importance_cap: largest importance weight p_trainer / p_sampler of a token, at least 1; the ratio is then
+            taken to the trainer's own log-probabilities. Null, as in the paper, has no such weights.
         **kwargs: settings of the policy.
     """
 
-    def __init__(self, model: str, clip_range: float = 0.2, **kwargs) -> None:
+    def __init__(self, model: str, clip_range: float = 0.2, importance_cap: float | None = None, **kwargs) -> None:
         super().__init__(model, **kwargs)
         if not 0 < clip_range < 1:
             raise UserError(f"model: `clip_range` must be in (0, 1), got {clip_range}")
+        require_importance_cap(importance_cap)
         self.clip_range = clip_range
+        self.importance_cap = importance_cap
 
     @override
     def setup(self, stage: str) -> None:
@@ -45,11 +51,15 @@ class DrGRPO(PolicyModule):
 
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
-        advantages = group_advantages(batch.rewards).flatten()[list(indices)].to(self.device)
+        advantages = group_advantages(batch.rewards).flatten()[list(indices)].to(self.device)[micro.row]
+        reference = micro.sampler_logprobs
+        if self.importance_cap is not None:
+            advantages = advantages * truncated_importance_weights(scores.logprobs, reference, self.importance_cap)
+            reference = scores.logprobs.detach()
         return dr_grpo_loss(
             scores.logprobs,
-            micro.sampler_logprobs,
-            advantages[micro.row],
+            reference,
+            advantages,
             clip_range=self.clip_range,
             num_responses=len(batch.rollouts),
             horizon=batch.horizon,

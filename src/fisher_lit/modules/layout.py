@@ -11,7 +11,7 @@ LAYOUT = {
     "Health": {
         "entropy (nats)": ["Multiline", ["train/entropy"]],
         "gradient norm": ["Multiline", ["train/gradient_norm"]],
-        "sampler to trainer gap (nats)": ["Multiline", ["train/logprob_gap_mean", "train/logprob_gap_max"]],
+        "sampler to trainer gap (nats)": ["Multiline", ["train/logprob_gap_.*"]],
         "response length (tokens)": ["Multiline", ["train/response_length", "val/response_length"]],
         "truncated": ["Multiline", ["train/truncated"]],
     },

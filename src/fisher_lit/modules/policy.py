@@ -21,7 +21,7 @@ from fisher_lit.evaluation import Evaluation
 from fisher_lit.logprobs import TokenScores, response_logprobs
 from fisher_lit.models import load_config, load_model, load_tokenizer, resolve_model
 from fisher_lit.modules.layout import scalar_layout
-from fisher_lit.modules.statistics import UpdateStatistics, batch_statistics
+from fisher_lit.modules.statistics import UpdateStatistics, batch_statistics, check_logprob_gap
 from fisher_lit.rollout.batch import MicroBatch, RolloutBatch, collate, split_micro_batches
 from fisher_lit.rollout.datamodule import RolloutDataModule
 
@@ -41,6 +41,9 @@ class PolicyModule(LightningModule):
         logprob_chunk_tokens: response tokens whose logits exist at a time.
         gradient_checkpointing: keep only layer inputs for the backward pass; slower, with less memory.
         random_init: random weights by the model's config, in place of its trained ones.
+        logprob_gap_warn: mean |log p_sampler − log p_trainer| of an update, nats per token, above which it warns;
+            null does not.
+        logprob_gap_stop: the same, above which training stops before the update; null does not.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class PolicyModule(LightningModule):
         logprob_chunk_tokens: int = 1024,
         gradient_checkpointing: bool = False,
         random_init: bool = False,
+        logprob_gap_warn: float | None = 0.05,
+        logprob_gap_stop: float | None = 0.5,
     ) -> None:
         super().__init__()
         # An update is several backward passes and one step.
@@ -74,6 +79,11 @@ class PolicyModule(LightningModule):
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.gradient_checkpointing = gradient_checkpointing
         self.random_init = random_init
+        for name, bound in {"logprob_gap_warn": logprob_gap_warn, "logprob_gap_stop": logprob_gap_stop}.items():
+            if bound is not None and not bound > 0:
+                raise UserError(f"model: `{name}` must be above 0, got {bound}; null turns it off")
+        self.logprob_gap_warn = logprob_gap_warn
+        self.logprob_gap_stop = logprob_gap_stop
         self.config = load_config(self.model_path)
         self.tokenizer = load_tokenizer(self.model_path)
         self.model: PreTrainedModel | None = None
@@ -173,9 +183,16 @@ class PolicyModule(LightningModule):
         assert isinstance(optimizer, LightningOptimizer), "one optimizer per policy"
         optimizer.zero_grad()
         self.prepare(batch)
-        statistics = self.accumulate_gradients(batch)
+        measured = self.accumulate_gradients(batch).compute()
+        if "logprob_gap_mean" in measured:
+            check_logprob_gap(
+                measured["logprob_gap_mean"],
+                warn=self.logprob_gap_warn,
+                stop=self.logprob_gap_stop,
+                update=self.global_step,
+            )
         optimizer.step()
-        values = self.batch_metrics(batch) | statistics.compute()
+        values = self.batch_metrics(batch) | measured
         values |= {"gradient_norm": self._gradient_norm, "lr": optimizer.param_groups[0]["lr"]}
         if isinstance(scheduler, LRScheduler):
             scheduler.step()
@@ -291,3 +308,9 @@ class PolicyModule(LightningModule):
             if isinstance(logger, TensorBoardLogger):
                 text = self.evaluation.examples(NUM_EXAMPLES)
                 logger.experiment.add_text(f"{split}/completions", text, self.global_step)
+
+
+def require_importance_cap(cap: float | None) -> None:
+    """Refuse a cap of importance weights below 1, which would shrink every term. Raises UserError."""
+    if cap is not None and not cap >= 1:
+        raise UserError(f"model: `importance_cap` must be at least 1, got {cap}; null turns it off")

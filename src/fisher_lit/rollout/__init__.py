@@ -6,6 +6,8 @@ from fisher_lit.rollout.demonstrations import DemonstrationDataModule
 from fisher_lit.rollout.engine import Engine
 from fisher_lit.rollout.sampling import Sampling
 from fisher_lit.rollout.transformers_engine import TransformersEngine
+from fisher_lit.rollout.vllm_engine import VLLMEngine
+from fisher_lit.rollout.vllm_server import VLLMServerEngine
 
 __all__ = [
     "DemonstrationDataModule",
@@ -15,4 +17,6 @@ __all__ = [
     "RolloutDataModule",
     "Sampling",
     "TransformersEngine",
+    "VLLMEngine",
+    "VLLMServerEngine",
 ]
