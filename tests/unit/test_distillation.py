@@ -78,7 +78,7 @@ def test_policy_gradient_loss_weights_scores_by_the_signal():
 def test_teacher_scores_as_one_by_one(teacher_model, batch_tokens, chunk_tokens):
     made = rollouts(12)
     teacher = Teacher("tiny-teacher", batch_tokens=batch_tokens, chunk_tokens=chunk_tokens)
-    teacher.network = teacher_model
+    teacher._network = teacher_model
     with torch.no_grad():
         for rollout, got in zip(made, teacher.logprobs(made), strict=True):
             want = next_token_logprobs(teacher_model, rollout)
@@ -90,7 +90,7 @@ def test_teacher_scores_as_one_by_one(teacher_model, batch_tokens, chunk_tokens)
 def test_teacher_never_holds_all_logits():
     model = Qwen3ForCausalLM(tiny_config(3000, layers=1, width=32))
     teacher = Teacher("tiny-teacher", chunk_tokens=4)
-    teacher.network = model
+    teacher._network = model
     made = rollouts(20)
     with LargestTensor() as seen:
         teacher.logprobs(made)

@@ -23,7 +23,6 @@ class FullVocabDistillation(Distillation):
         self, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch
     ) -> tuple[Tensor, TokenScores]:
         assert self.model is not None
-        assert self.teacher.network is not None
         forward_N, _, scores = forward_kl(
             self.model,
             self.teacher.network,

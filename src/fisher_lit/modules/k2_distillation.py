@@ -52,7 +52,6 @@ class K2Distillation(Distillation):
         so this is the sequence signal with E[a h] = E[Σ_t w_t ∂ log p_θ(y_t | s_t)].
         """
         assert self.model is not None
-        assert self.teacher.network is not None
         totals = sum_of_each(self.log_ratios(batch))
         for group in self.micro_batches([r.num_tokens for r in batch.rollouts]):
             micro = collate([batch.rollouts[i] for i in group], pad_id=0, device=self.device)
