@@ -34,12 +34,13 @@ on_notice() {
     requeue=1
     # srun passes it on to every task.
     kill -USR1 "$step"
-    requeue_before_limit &
+    end_before_limit &
 }
 
-# An update that outlasts the notice would run into the time limit, after which Slurm requeues nothing.
-requeue_before_limit() {
+# An update that outlasts the notice would run into the time limit, after which nothing is requeued: end it one minute
+# before. srun kills tasks that ignore SIGTERM.
+end_before_limit() {
     local end
     end=$(date -d "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null) || return 0
-    sleep "$((end - $(date +%s) - 60))" && scontrol requeue "$SLURM_JOB_ID"
+    sleep "$((end - $(date +%s) - 60))" && kill "$step"
 }

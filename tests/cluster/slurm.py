@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, slurmctld, and a slurmd for each of two nodes with two pretended GPUs."""
+"""A real Slurm on this machine: munge, slurmctld, and a slurmd for each of two nodes with three pretended GPUs."""
 
 import getpass
 import os
@@ -35,14 +35,17 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:2
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:2
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 Gres=gpu:3
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 Gres=gpu:3
+PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1
+PartitionName=urgent Nodes=n1,n2 PriorityTier=2
 """
 
 
@@ -70,8 +73,10 @@ class Slurm:
         host = socket.gethostname().split(".")[0]
         settings = {"folder": self.folder, "host": host, "user": getpass.getuser(), "ports": free_ports(3)}
         (self.folder / "slurm.conf").write_text(CONFIG.format(**settings))
-        # Any two files that exist can pretend to be GPUs.
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        # Any files that exist can pretend to be GPUs.
+        (self.folder / "gres.conf").write_text(
+            "".join(f"Name=gpu File=/dev/{name}\n" for name in ("null", "zero", "full"))
+        )
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
