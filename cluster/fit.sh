@@ -19,7 +19,15 @@ fit() {
     trap on_notice USR1
     trap : TERM
     while kill -0 "$step" 2>/dev/null; do
-        wait "$step" || true
+        if [ -z "$requeue" ]; then
+            wait "$step" || true
+        elif [ "$(date +%s)" -lt "$deadline" ]; then
+            sleep 1
+        else
+            # srun kills tasks that ignore its SIGTERM.
+            kill "$step" 2>/dev/null || true
+            wait "$step" || true
+        fi
     done
     local status=0
     wait "$step" || status=$?
@@ -32,15 +40,13 @@ fit() {
 
 on_notice() {
     requeue=1
+    # An update that outlasts the notice would run into the time limit, after which nothing is requeued.
+    local limit
+    limit=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e || true)
+    deadline=$((1 << 60))
+    if [[ $limit == *T*:* ]]; then
+        deadline=$(($(date -d "$limit" +%s) - 60))
+    fi
     # srun passes it on to every task.
-    kill -USR1 "$step"
-    end_before_limit &
-}
-
-# An update that outlasts the notice would run into the time limit, after which nothing is requeued: end it one minute
-# before. srun kills tasks that ignore SIGTERM.
-end_before_limit() {
-    local end
-    end=$(date -d "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null) || return 0
-    sleep "$((end - $(date +%s) - 60))" && kill "$step"
+    kill -USR1 "$step" 2>/dev/null || true
 }
