@@ -10,8 +10,8 @@ import yaml
 from fisher_lit.cli import main
 from integration.helpers import QUICKSTART, ROOT
 
-ENGINE = ROOT / "configs" / "vllm.yaml"
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path != ENGINE)
+ENGINES = {"VLLMEngine": ROOT / "configs" / "vllm.yaml", "VLLMServerEngine": ROOT / "configs" / "vllm_server.yaml"}
+CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(ENGINES.values()))
 OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
 
 
@@ -55,13 +55,14 @@ def test_overlays_compose_in_any_order(capsys):
 
 
 @pytest.mark.parametrize("config", [QUICKSTART, ROOT / "configs" / "rl_math500.yaml"], ids=lambda path: path.stem)
-def test_engine_overlay_replaces_the_engine_only(capsys, config):
+@pytest.mark.parametrize("engine_class", ENGINES)
+def test_engine_overlay_replaces_the_engine_only(capsys, config, engine_class):
     """It needs no vllm, and settings of another engine do not stay behind."""
-    base, composed = (yaml.safe_load(printed(capsys, *paths)) for paths in ([config], [config, ENGINE]))
+    base, composed = (yaml.safe_load(printed(capsys, *paths)) for paths in ([config], [config, ENGINES[engine_class]]))
     engine = composed["data"]["init_args"].pop("engine")
     base["data"]["init_args"].pop("engine")
     assert composed == base
-    assert engine["class_path"] == "fisher_lit.rollout.VLLMEngine"
+    assert engine["class_path"] == f"fisher_lit.rollout.{engine_class}"
     assert "max_batch_size" not in engine["init_args"]
 
 
