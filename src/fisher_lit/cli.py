@@ -82,6 +82,8 @@ def main(args: list[str] | dict[str, Any] | None = None) -> None:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     # A checkpoint holds the state after the update, which is the one to resume from.
     warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
+    # Running outside a job on a machine with Slurm is no mistake.
+    warnings.filterwarnings("ignore", message="The `srun` command is available")
     transformers_logging.disable_progress_bar()
     try:
         FisherLitCLI(

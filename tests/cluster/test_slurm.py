@@ -104,7 +104,7 @@ def test_command_line_takes_the_runs_of_the_grid(slurm, capsys, monkeypatch, tmp
     assert config["trainer"]["logger"]["init_args"]["save_dir"] == str(tmp_path)
     classes = [callback["class_path"].rsplit(".", 1)[1] for callback in config["trainer"]["callbacks"]]
     assert classes[0] == "StopOnSignal"
-    assert "ModelCheckpoint" in classes
+    assert "RunCheckpoint" in classes
     if condition == "full":
         assert "ParameterMask" not in classes
         return

@@ -11,8 +11,8 @@ import yaml
 from fisher_lit.cli import main
 from integration.helpers import QUICKSTART, ROOT
 
+ENGINES = {"VLLMEngine": ROOT / "configs" / "vllm.yaml", "VLLMServerEngine": ROOT / "configs" / "vllm_server.yaml"}
 # A file without a DataModule of its own is an overlay of the config that its comment names.
-ENGINE = ROOT / "configs" / "vllm.yaml"
 CONFIGS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "max_steps" in p.read_text()]
 VARIANTS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(CONFIGS))
 OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
@@ -36,7 +36,7 @@ def test_config_round_trips(capsys, tmp_path, config):
     saved = tmp_path / "config.yaml"
     saved.write_text(text)
     assert printed(capsys, saved) == text
-    assert {"ModelCheckpoint", "UpdateProgressBar"} <= set(classes(text))
+    assert {"RunCheckpoint", "UpdateProgressBar"} <= set(classes(text))
     assert yaml.safe_load(text)["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
 
 
@@ -61,17 +61,18 @@ def test_overlays_compose_in_any_order(capsys):
     paths = [QUICKSTART, ROOT / "callbacks" / "fisher.yaml", ROOT / "callbacks" / "mask_random.yaml"]
     found = {frozenset(classes(printed(capsys, *order))) for order in itertools.permutations(paths)}
     assert len(found) == 1
-    assert {"FisherEstimation", "ParameterMask", "ModelCheckpoint"} <= found.pop()
+    assert {"FisherEstimation", "ParameterMask", "RunCheckpoint"} <= found.pop()
 
 
 @pytest.mark.parametrize("config", [QUICKSTART, ROOT / "configs" / "rl_math500.yaml"], ids=lambda path: path.stem)
-def test_engine_overlay_replaces_the_engine_only(capsys, config):
+@pytest.mark.parametrize("engine_class", ENGINES)
+def test_engine_overlay_replaces_the_engine_only(capsys, config, engine_class):
     """It needs no vllm, and settings of another engine do not stay behind."""
-    base, composed = (yaml.safe_load(printed(capsys, *paths)) for paths in ([config], [config, ENGINE]))
+    base, composed = (yaml.safe_load(printed(capsys, *paths)) for paths in ([config], [config, ENGINES[engine_class]]))
     engine = composed["data"]["init_args"].pop("engine")
     base["data"]["init_args"].pop("engine")
     assert composed == base
-    assert engine["class_path"] == "fisher_lit.rollout.VLLMEngine"
+    assert engine["class_path"] == f"fisher_lit.rollout.{engine_class}"
     assert "max_batch_size" not in engine["init_args"]
 
 

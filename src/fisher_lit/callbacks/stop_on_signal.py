@@ -33,9 +33,7 @@ class StopOnSignal(Checkpoint):
         if stage != "fit":
             return
         if not any(isinstance(c, ModelCheckpoint) and c.save_last for c in trainer.checkpoint_callbacks):
-            raise UserError(
-                "StopOnSignal: no checkpoint to continue from; add a ModelCheckpoint with `save_last: true`"
-            )
+            raise UserError("StopOnSignal: no checkpoint to continue from; add fisher_lit.callbacks.RunCheckpoint")
         # Lightning leaves a handler that it finds here; its own would save in the middle of an update and requeue.
         self._previous = signal.signal(signal.SIGUSR1, self._receive)
 

@@ -99,6 +99,8 @@ class RolloutDataModule(LightningDataModule):
         self.analysis = analysis
         self.seed = seed
         self.prompts: dict[str, list[Prompt]] = {}
+        # What the analyses of a fit share; it lives as long as the samples that it is made from.
+        self.measurements: object | None = None
 
     @override
     def setup(self, stage: str) -> None:

