@@ -87,5 +87,5 @@ def test_signal_after_the_last_update_lets_the_run_end(whole, tmp_path, in_evalu
 
 
 def test_stop_without_a_checkpoint_to_continue_from_is_refused():
-    with pytest.raises(UserError, match="add fisher_lit.callbacks.RunCheckpoint"):
+    with pytest.raises(UserError, match="no checkpoint to continue from"):
         fit(policy(), data(), StopOnSignal(), enable_checkpointing=True)
