@@ -23,7 +23,7 @@ def tokenizer():
 def tiny_model(tokenizer):
     """A random Qwen3 of two layers whose next-token distributions are far from uniform."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(tiny_config(len(tokenizer), layers=2, width=32, heads=4))
+    model = Qwen3ForCausalLM(tiny_config(len(tokenizer), layers=2, width=32))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:

@@ -19,17 +19,18 @@ from transformers import (
 from fisher_lit.errors import UserError
 from fisher_lit.logprobs import check_head
 
-TINY_BASE = "tiny-base"
+# Models that the package ships, by the name that stands for a path.
+SHIPPED = {"tiny-base": "tiny_base", "tiny-teacher": "tiny_teacher"}
 
 
 def resolve_model(model: str) -> str:
-    """Path or hub name of a model; `tiny-base` is the one that the package ships.
+    """Path or hub name of a model; `tiny-base` and `tiny-teacher` are shipped with the package.
 
     Raises:
         UserError: if `model` looks like a path and there is no model in it.
     """
-    if model == TINY_BASE:
-        return str(files("fisher_lit") / "tiny_base")
+    if model in SHIPPED:
+        return str(files("fisher_lit") / SHIPPED[model])
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -56,8 +57,15 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise UserError(f"model: {model!r} has no usable tokenizer: {_first_line(error)}") from error
 
 
-def load_model(model: str, config: PretrainedConfig, *, random_init: bool = False) -> PreTrainedModel:
-    """A causal LM with float32 parameters and without dropout.
+def load_model(
+    model: str,
+    config: PretrainedConfig,
+    *,
+    random_init: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device_map: str | None = None,
+) -> PreTrainedModel:
+    """A causal LM without dropout.
 
     Dropout is off because the policy that is trained must be the one that responses are drawn from.
 
@@ -65,16 +73,18 @@ def load_model(model: str, config: PretrainedConfig, *, random_init: bool = Fals
         model: path or hub name.
         config: its configuration.
         random_init: draw the weights from torch's random numbers in place of loading them.
+        dtype: of the parameters.
+        device_map: how transformers spreads the model over devices; None loads it to the CPU.
 
     Raises:
         UserError: if the weights cannot be loaded, or the architecture's head is not understood.
     """
     if random_init:
-        loaded = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=torch.float32)
-        except (OSError, ValueError) as error:
+            loaded = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype, device_map=device_map)
+        except (OSError, ValueError, ImportError) as error:
             raise UserError(f"model: the weights of {model!r} cannot be loaded: {_first_line(error)}") from error
     disable_dropout(loaded)
     check_head(loaded)

@@ -73,6 +73,43 @@ def truncated_importance_weights(logprobs: Tensor, sampler_logprobs: Tensor, cap
     return (logprobs.detach() - sampler_logprobs).exp().clamp(max=cap)
 
 
+def k2_loss(logprobs: Tensor, teacher_logprobs: Tensor, *, num_tokens: int, weights: Tensor | None = None) -> Tensor:
+    """Half the squared log-ratio on the student's own samples (arXiv 2609.36262, equation 18; Schulman's k2).
+
+        L = 1/(2 N_tok) Σ_t (log p_θ(y_t | s_t) − log π_T(y_t | s_t))²
+
+    On-policy its gradient is an unbiased estimate of the gradient of Σ_t KL(p_θ(·|s_t) ‖ π_T(·|s_t)) / N_tok with the
+    prefixes held fixed; its value is a biased estimate of that divergence.
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens; carries the gradient.
+        teacher_logprobs: [N] the teacher's, constant.
+        num_tokens: N_tok, response tokens of the whole update.
+        weights: [N] importance weight of each token's term, constant; None weights all by 1.
+
+    Returns:
+        A scalar, nats² per token.
+    """
+    terms = (logprobs - teacher_logprobs).square()
+    return (terms if weights is None else weights * terms).sum() / (2 * num_tokens)
+
+
+def policy_gradient_loss(logprobs: Tensor, signal: Tensor, *, num_responses: int) -> Tensor:
+    """Surrogate whose negative gradient is the mean over responses of a fixed sequence signal times the score.
+
+        L = −1/M Σ_n a_n Σ_t log p_θ(y_nt | s_nt)
+
+    Args:
+        logprobs: [N] log p_θ of the response tokens; carries the gradient.
+        signal: [N] the signal a of each token's response, constant.
+        num_responses: M, responses of the whole update.
+
+    Returns:
+        A scalar.
+    """
+    return -(signal * logprobs).sum() / num_responses
+
+
 def sft_loss(logprobs: Tensor, *, num_tokens: int) -> Tensor:
     """Mean negative log-likelihood of the demonstrated response tokens.
 

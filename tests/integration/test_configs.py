@@ -1,6 +1,7 @@
 """Every shipped YAML is accepted by the command line, alone and composed."""
 
 import itertools
+import re
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ from fisher_lit.cli import main
 from integration.helpers import QUICKSTART, ROOT
 
 ENGINES = {"VLLMEngine": ROOT / "configs" / "vllm.yaml", "VLLMServerEngine": ROOT / "configs" / "vllm_server.yaml"}
-CONFIGS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(ENGINES.values()))
+# A file without a DataModule of its own is an overlay of the config that its comment names.
+CONFIGS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if "max_steps" in p.read_text()]
+VARIANTS = sorted(set((ROOT / "configs").glob("*.yaml")) - set(CONFIGS))
 OVERLAYS = sorted((ROOT / "callbacks").glob("*.yaml"))
 
 
@@ -35,6 +38,13 @@ def test_config_round_trips(capsys, tmp_path, config):
     assert printed(capsys, saved) == text
     assert {"ModelCheckpoint", "UpdateProgressBar"} <= set(classes(text))
     assert yaml.safe_load(text)["trainer"]["logger"]["class_path"].endswith("TensorBoardLogger")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
+def test_variant_composes_with_the_config_it_names(capsys, variant):
+    base = re.search(r"-c (configs/\w+\.yaml) -c configs/" + variant.name, variant.read_text())[1]
+    text = printed(capsys, ROOT / base, variant)
+    assert text != printed(capsys, ROOT / base)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.stem)
@@ -104,3 +114,22 @@ def test_rl_config_has_the_papers_values(capsys):
         "fisher_prompts": 800, "gradient_prompts": 300, "gradient_responses": 8,
         "prompt_seed": 800, "fisher_seed": 100, "gradient_seed": 200,
     }  # fmt: skip
+
+
+def test_distillation_config_has_the_papers_values(capsys):
+    """arXiv 2609.36262, Table 6, column OPD."""
+    config = yaml.safe_load(printed(capsys, ROOT / "configs" / "opd_aime24.yaml"))
+    model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
+    assert config["model"]["class_path"] == "fisher_lit.modules.K2Distillation"
+    assert (model["model"], model["teacher"]["model"]) == ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B-Instruct-2507")
+    optimizer = model["optimizer"]["init_args"]
+    assert (optimizer["lr"], optimizer["betas"], optimizer["eps"]) == (5e-6, [0.9, 0.999], 1e-8)
+    assert (optimizer["weight_decay"], model["lr_scheduler"], model["gradient_clip"]) == (0, None, 1.0)
+    assert (model["micro_batch_responses"], data["prompts_per_update"], data["responses_per_prompt"]) == (2, 512, 1)
+    assert (data["max_prompt_tokens"], data["max_response_tokens"]) == (2048, 8192)
+    assert data["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": None, "min_p": 0.0}
+    assert data["eval_sampling"] == {"temperature": 1.0, "top_p": 0.7, "top_k": None, "min_p": 0.0}
+    assert (data["eval_responses_per_prompt"], data["eval_seed"]) == (8, 300)
+    assert data["prompt_format"]["init_args"]["enable_thinking"] is False
+    assert data["stop_tokens"] == ["<|endoftext|>", "<|im_end|>"]
+    assert (trainer["max_steps"], trainer["precision"]) == (20, "bf16-mixed")

@@ -11,12 +11,13 @@ from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from fisher_lit.errors import EngineError, UserError
 from fisher_lit.logprobs import response_logprobs
-from fisher_lit.models import load_config, load_model, resolve_model
+from fisher_lit.models import load_config, load_model, load_tokenizer, resolve_model
 from fisher_lit.rollout import Sampling, TransformersEngine, VLLMEngine
 from fisher_lit.rollout.batch import Rollout, collate
 from fisher_lit.rollout.engine import SampleRequest
 from fisher_lit.rollout.sampling import derive_seed, next_token_logprobs
 from fisher_lit.rollout.weight_sync import checkpoint_weights
+from fisher_lit.teacher import Teacher
 from integration.helpers import OVERLAYS, ROOT, data, fit, policy, scalars, small_quickstart
 
 EOS = 1
@@ -195,6 +196,39 @@ def test_fit_with_all_analyses(run, tmp_path):
         gaps = [value for _, value in scalars(out, tag)]
         assert len(gaps) == 3
         assert all(abs(gap) < 1e-4 for gap in gaps)
+
+
+def test_teacher_in_vllm_scores_as_in_transformers(model):
+    rollouts = [
+        Rollout(str(i), "", "", 0, r.prompt_ids, s.token_ids, s.logprobs, s.finish_reason, "")
+        for i, r in enumerate(requests(30))
+        for s in generate(TransformersEngine(), model, [r])
+    ]
+    tokenizer = load_tokenizer(resolve_model("tiny-teacher"))
+    teachers = [Teacher("tiny-teacher", batch_tokens=50, engine=e) for e in (None, VLLMEngine(enforce_eager=True))]
+    for teacher in teachers:
+        teacher.load(tokenizer, torch.device("cpu"))
+    want, got = (teacher.logprobs(rollouts) for teacher in teachers)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    with pytest.raises(UserError, match=r"scores at temperature 1, and the responses are sampled at 0.7"):
+        teachers[1].logprobs(rollouts, 0.7)
+    with pytest.raises(UserError, match="the whole distribution is asked for"):
+        _ = teachers[1].network
+    teachers[1].engine.close()
+
+
+def test_distillation_with_student_and_teacher_in_vllm(run):
+    eager = "{class_path: fisher_lit.rollout.VLLMEngine, init_args: {enforce_eager: true}}"
+    overlays = [arg for path in OVERLAYS if path.stem in ("fisher", "recall", "retention") for arg in ("-c", path)]
+    out = run(
+        "fit", "-c", ROOT / "configs" / "vllm.yaml", *overlays, "--trainer.max_steps", 3,
+        "--trainer.limit_val_batches", 0, "--data.init_args.engine.init_args.enforce_eager", "true",
+        "--model.init_args.teacher.engine", eager, config=ROOT / "configs" / "opd_tiny.yaml",
+    )  # fmt: skip
+    assert {path.stem for path in (out / "analyses").glob("*.jsonl")} == {"fisher", "recall", "retention"}
+    assert all(value < 1e-4 for _, value in scalars(out, "train/logprob_gap_max"))
+    assert len(scalars(out, "train/reverse_kl_k1")) == 3
 
 
 def test_resumed_fit_equals_an_uninterrupted_one(engine, tmp_path):

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
 from fisher_lit.errors import UserError
 from fisher_lit.logprobs import check_head, response_logprobs
 from fisher_lit.rollout.batch import Rollout, collate
+from probes import LargestTensor
 
 
 def random_rollouts(count, vocab_size, *, longest=12, seed=0):
@@ -54,19 +54,6 @@ def test_gradient_equals_the_unchunked_one(tiny_model):
     want = torch.autograd.grad((weights * chosen).sum(), list(tiny_model.parameters()))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns, backward included."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor):
-                self.largest = max(self.largest, t.numel())
-        return out
 
 
 def test_logits_of_all_tokens_never_exist_at_once(tokenizer):

@@ -8,6 +8,7 @@ from fisher_lit.callbacks.hf_export import HFExport
 from fisher_lit.callbacks.parameter_mask import ParameterMask
 from fisher_lit.callbacks.progress import UpdateProgressBar
 from fisher_lit.callbacks.retention import Retention
+from fisher_lit.callbacks.stop_on_signal import StopOnSignal
 from fisher_lit.callbacks.token_fisher_probe import TokenFisherProbe
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "HFExport",
     "ParameterMask",
     "Retention",
+    "StopOnSignal",
     "TokenFisherProbe",
     "UpdateProgressBar",
 ]

@@ -7,7 +7,6 @@ from typing_extensions import override
 
 from fisher_lit.callbacks.analysis import Analysis, chart
 from fisher_lit.callbacks.measurements import Measurements
-from fisher_lit.errors import UserError
 from fisher_lit.fisher.bound import check_bound
 from fisher_lit.fisher.layout import where
 
@@ -17,7 +16,7 @@ BF16_TOLERANCE = 1e-2
 
 
 class FisherBound(Analysis):
-    """Check |g_i| ≤ √E[a²] · √F_i (Proposition 1, equation 4) with the objective's own signal a.
+    """Check |g_i| ≤ √E[a²] · √F_i (Proposition 1, equation 4) with the objective's own effective signal a (Table 2).
 
     Gradient, Fisher and signal are means over the same gradient responses, so the inequality holds for every coordinate
     up to rounding; a violation is a bug and is warned about. Curves: `bound/violations`, `bound/signal_scale` (√E[a²]),
@@ -34,12 +33,7 @@ class FisherBound(Analysis):
     @override
     def measure(self, measurements: Measurements) -> dict[str, float]:
         batch = measurements.objective_batch()
-        signal = measurements.module.signal(batch)  # type: ignore[operator]
-        if not all(isinstance(a, float) for a in signal):
-            raise UserError(
-                f"FisherBound needs an objective with one signal per response, but "
-                f"{type(measurements.module).__name__} weights tokens; leave this callback out"
-            )
+        signal = measurements.module.effective_signal(batch)  # type: ignore[operator]
         squared_scale = float(torch.tensor(signal, dtype=torch.float64).square().mean())
         values = {"signal_scale": squared_scale**0.5}
         if squared_scale == 0:
@@ -47,7 +41,9 @@ class FisherBound(Analysis):
             return values
         fisher = measurements.score(measurements.fisher_estimator(batch), batch.rollouts, "Fisher of the bound")
         tolerance = BF16_TOLERANCE if measurements.trainer.precision == "bf16-mixed" else None
-        check = check_bound(measurements.gradient(), fisher.mean(), squared_scale, tolerance=tolerance)
+        check = check_bound(
+            measurements.weighted_scores(batch, signal), fisher.mean(), squared_scale, tolerance=tolerance
+        )
         if check.num_violations:
             log.warning(
                 "step %d: %d of %d coordinates violate the Fisher bound; one of the estimators is wrong",

@@ -147,6 +147,7 @@ class Measurements:
                 self.data.sampling,
                 lambda problem_id, j: derive_seed("fisher", self.data.analysis.fisher_seed, problem_id, j),
                 advance,
+                judge=False,
             )
         return self.score(self.fisher_estimator(batch), batch.rollouts, "Fisher")
 
@@ -160,16 +161,20 @@ class Measurements:
                 self.data.sampling,
                 lambda problem_id, j: derive_seed("gradient", samples.gradient_seed, problem_id, j),
                 advance,
+                judge=bool(self.module.uses_rewards),
             )
 
     def _measure_gradient(self) -> dict[str, Tensor]:
         batch = self.objective_batch()
+        return self.weighted_scores(batch, self.module.signal(batch))  # type: ignore[operator]
+
+    def weighted_scores(self, batch: RolloutBatch, weights: Sequence[Tensor | float]) -> dict[str, Tensor]:
+        """Mean of weighted scores over the responses of a batch (equation 6, right)."""
         estimator = GradientEstimator(
             self.module.model,  # type: ignore[arg-type]
             temperature=batch.temperature,
             chunk_tokens=self.module.logprob_chunk_tokens,  # type: ignore[arg-type]
         )
-        weights = self.module.signal(batch)  # type: ignore[operator]
         with (
             self.progress("gradient", len(batch.rollouts)) as advance,
             self.trainer.precision_plugin.forward_context(),

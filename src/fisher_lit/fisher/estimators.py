@@ -169,6 +169,14 @@ class FisherEstimator(_Mean):
         self._squared_norms += [norms[i] for i in range(len(rollouts))]
         self.num_responses += len(rollouts)
 
+    def mean(self) -> dict[str, Tensor]:
+        """The Fisher by parameter name, see `_Mean.mean`."""
+        fisher = super().mean()
+        for total in fisher.values():
+            # Batched scores correct a sum of squares, which may leave a rounding error below 0.
+            total.clamp_(min=0)
+        return fisher
+
     def squared_norms(self) -> Tensor:
         """‖h(x_n, y_n)‖² over the measured coordinates, [N] float64 in the order of adding.
 

@@ -176,7 +176,8 @@ def _draw_pairs(
     orders = [torch.randperm(num_tokens, generator=generator) for _ in range(rounds)]
     positions = torch.cat(orders)[:num_positions].tolist()
     uniforms = torch.rand(2, num_positions, 2 * num_pairs, generator=generator, dtype=torch.float64)
-    upto = replace(rollout, response_ids=rollout.response_ids[: max(positions) + 1])
+    end = max(positions) + 1
+    upto = replace(rollout, response_ids=rollout.response_ids[:end], logprobs=rollout.logprobs[:end])
     hidden_ND = hidden_states(model, collate([upto], pad_id=0, device=model.device))
     counts: list[Counter[tuple[int, int, int]]] = [Counter(), Counter()]
     for index, position in enumerate(positions):

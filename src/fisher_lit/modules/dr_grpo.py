@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from fisher_lit.errors import UserError
 from fisher_lit.logprobs import TokenScores
-from fisher_lit.modules.policy import PolicyModule
+from fisher_lit.modules.policy import PolicyModule, require_importance_cap
 from fisher_lit.modules.statistics import batch_statistics
 from fisher_lit.objectives import dr_grpo_loss, group_advantages, truncated_importance_weights
 from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
@@ -33,8 +33,7 @@ class DrGRPO(PolicyModule):
         super().__init__(model, **kwargs)
         if not 0 < clip_range < 1:
             raise UserError(f"model: `clip_range` must be in (0, 1), got {clip_range}")
-        if importance_cap is not None and not importance_cap >= 1:
-            raise UserError(f"model: `importance_cap` must be at least 1, got {importance_cap}; null turns it off")
+        require_importance_cap(importance_cap)
         self.clip_range = clip_range
         self.importance_cap = importance_cap
 
@@ -47,11 +46,8 @@ class DrGRPO(PolicyModule):
                 f"data: `responses_per_prompt` is {data.responses_per_prompt}, so every response is its own group mean "
                 f"and no advantage differs from 0; set at least 2"
             )
-        if stage == "fit" and not data.sampling.is_full_softmax:
-            raise UserError(
-                f"data: Dr. GRPO needs responses from the full softmax, but `sampling` is {data.sampling}; set a "
-                f"temperature above 0, top_p 1, top_k null and min_p 0"
-            )
+        if stage == "fit":
+            self.require_full_softmax()
 
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:

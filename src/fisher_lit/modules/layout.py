@@ -15,6 +15,11 @@ LAYOUT = {
         "response length (tokens)": ["Multiline", ["train/response_length", "val/response_length"]],
         "truncated": ["Multiline", ["train/truncated"]],
     },
+    "Distillation": {
+        "reverse KL per token (nats)": ["Multiline", ["train/reverse_kl_k1", "train/reverse_kl_k3"]],
+        "log-probability (nats)": ["Multiline", ["train/teacher_logprob", "train/student_logprob"]],
+        "tokens that the teacher hardly writes": ["Multiline", ["train/teacher_rare_tokens"]],
+    },
     "Speed": {
         "seconds": ["Multiline", ["perf/seconds_.*"]],
         "response tokens per second": ["Multiline", ["perf/tokens_per_second"]],

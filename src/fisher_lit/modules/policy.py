@@ -90,6 +90,9 @@ class PolicyModule(LightningModule):
         self.evaluation = Evaluation()
         self._gradient_norm = float("nan")
 
+    # Whether training responses are judged; an objective without rewards saves the time.
+    uses_rewards = True
+
     @abstractmethod
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
         """The micro-batch's share of the update's loss: a sum divided by a count of the whole update.
@@ -107,6 +110,17 @@ class PolicyModule(LightningModule):
 
         The gradient of the objective is E[Σ_t w_t ∂ log p(y_t | s_t)], without the loss' division by counts.
         """
+
+    def effective_signal(self, batch: RolloutBatch) -> list[float]:
+        """a(x, y) of each response such that the objective's gradient is E[a h] (Table 2); here, the signal itself."""
+        signal = self.signal(batch)
+        assert all(isinstance(a, float) for a in signal), (
+            "an objective that weights tokens has another effective signal"
+        )
+        return signal  # type: ignore[return-value]
+
+    def prepare(self, batch: RolloutBatch) -> None:
+        """Add to a training batch what the loss needs beyond the rollouts."""
 
     def has_gradient(self, batch: RolloutBatch) -> list[bool]:
         """Whether each rollout can have a gradient at all; the others are scored without a backward pass."""
@@ -168,6 +182,7 @@ class PolicyModule(LightningModule):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer), "one optimizer per policy"
         optimizer.zero_grad()
+        self.prepare(batch)
         measured = self.accumulate_gradients(batch).compute()
         if "logprob_gap_mean" in measured:
             check_logprob_gap(
@@ -203,15 +218,29 @@ class PolicyModule(LightningModule):
             lengths, max_responses=self.micro_batch_responses, max_tokens=self.micro_batch_tokens
         )
 
-    def _score(self, batch: RolloutBatch, indices: list[int], statistics: UpdateStatistics) -> Tensor:
+    def forward_loss(
+        self, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch
+    ) -> tuple[Tensor, TokenScores]:
+        """Score a micro-batch under the current weights and take its share of the loss."""
         assert self.model is not None
-        micro = collate(
-            [batch.rollouts[i] for i in indices], pad_id=self.tokenizer.pad_token_id or 0, device=self.device
-        )
         scores = response_logprobs(
             self.model, micro, temperature=batch.temperature, chunk_tokens=self.logprob_chunk_tokens
         )
-        loss = self.loss(scores, micro, indices, batch)
+        return self.loss(scores, micro, indices, batch), scores
+
+    def require_full_softmax(self) -> None:
+        """Refuse training responses from a cut or greedy distribution, of which no gradient here is an expectation."""
+        if not self.data.sampling.is_full_softmax:
+            raise UserError(
+                f"data: {type(self).__name__} needs responses from the full softmax, but `sampling` is "
+                f"{self.data.sampling}; set a temperature above 0, top_p 1, top_k null and min_p 0"
+            )
+
+    def _score(self, batch: RolloutBatch, indices: list[int], statistics: UpdateStatistics) -> Tensor:
+        micro = collate(
+            [batch.rollouts[i] for i in indices], pad_id=self.tokenizer.pad_token_id or 0, device=self.device
+        )
+        loss, scores = self.forward_loss(micro, indices, batch)
         if not torch.isfinite(loss):
             raise NonFiniteError(
                 f"the loss of update {self.global_step} is {float(loss.detach())}; training stopped before this "
@@ -279,3 +308,9 @@ class PolicyModule(LightningModule):
             if isinstance(logger, TensorBoardLogger):
                 text = self.evaluation.examples(NUM_EXAMPLES)
                 logger.experiment.add_text(f"{split}/completions", text, self.global_step)
+
+
+def require_importance_cap(cap: float | None) -> None:
+    """Refuse a cap of importance weights below 1, which would shrink every term. Raises UserError."""
+    if cap is not None and not cap >= 1:
+        raise UserError(f"model: `importance_cap` must be at least 1, got {cap}; null turns it off")

@@ -14,6 +14,8 @@ from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
 class SFT(PolicyModule):
     """Mean negative log-likelihood of the response tokens; prompts are not trained on."""
 
+    uses_rewards = False
+
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
         return sft_loss(scores.logprobs, num_tokens=batch.num_response_tokens)

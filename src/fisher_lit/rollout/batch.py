@@ -58,6 +58,7 @@ class RolloutBatch:
         temperature: sampling temperature; the trainer scores the tokens at the same one.
         seconds: wall-clock seconds by phase ("generation", "reward").
         num_reward_timeouts: answers whose judgement ran into its time limit.
+        teacher_logprobs: for distillation, the teacher's log-probability (nats) of each response token, [tokens] each.
     """
 
     rollouts: list[Rollout]
@@ -66,6 +67,7 @@ class RolloutBatch:
     temperature: float = 1.0
     seconds: dict[str, float] = field(default_factory=dict)
     num_reward_timeouts: int = 0
+    teacher_logprobs: list[Tensor] | None = None
 
     @property
     def rewards(self) -> Tensor:

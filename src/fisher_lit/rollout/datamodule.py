@@ -1,6 +1,7 @@
 """The DataModule that every objective and every analysis draws its rollouts from."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -161,6 +162,7 @@ class RolloutDataModule(LightningDataModule):
             self.responses_per_prompt,
             self.sampling,
             lambda problem_id, j: derive_seed("train", self.seed, update, problem_id, j),
+            judge=bool(self._trainer.lightning_module.uses_rewards),
         )
 
     def objective_batch(self, on_policy: RolloutBatch) -> RolloutBatch:
@@ -183,8 +185,9 @@ class RolloutDataModule(LightningDataModule):
         sampling: Sampling,
         seed: Callable[[str, int], int],
         progress: Callable[[int], None] | None = None,
+        judge: bool = True,
     ) -> RolloutBatch:
-        """Draw and judge responses from the module's current weights.
+        """Draw responses from the module's current weights, and judge them.
 
         Args:
             prompts: the prompts.
@@ -192,9 +195,10 @@ class RolloutDataModule(LightningDataModule):
             sampling: how tokens are drawn.
             seed: seed of response j to the problem with an id.
             progress: called with the number of responses just finished.
+            judge: whether the answers are judged; otherwise rewards are NaN.
 
         Returns:
-            The rollouts, those to one prompt next to each other, with rewards.
+            The rollouts, those to one prompt next to each other.
         """
         requests = [
             SampleRequest(p.token_ids, seed(p.problem.id, j)) for p in prompts for j in range(responses_per_prompt)
@@ -213,7 +217,7 @@ class RolloutDataModule(LightningDataModule):
         texts = [str(self.tokenizer.decode(list(s.token_ids), skip_special_tokens=True)) for s in samples]
         problems = [p.problem for p in prompts for _ in range(responses_per_prompt)]
         timeouts = self.reward.num_timeouts
-        rewards = self.reward(texts, [p.answer for p in problems])
+        rewards = self.reward(texts, [p.answer for p in problems]) if judge else [math.nan] * len(texts)
         rollouts = [
             Rollout(
                 problem_id=problem.id,

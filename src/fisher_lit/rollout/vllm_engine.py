@@ -239,11 +239,45 @@ class VLLMEngine(SyncedEngine):
 
     @override
     def _probe_logprobs(self, token_ids: list[int]) -> list[float]:
+        (scores,) = self._score([token_ids])
+        return scores
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probabilities (nats, temperature 1) of all tokens but the first of given sequences.
+
+        Only the given tokens' own log-probabilities leave vLLM. It computes logits for as many tokens at a time as its
+        scheduler takes, whatever the number and length of the sequences.
+
+        Args:
+            sequences: token ids, each sequence with at least two.
+
+        Raises:
+            UserError: if a sequence and one more token do not fit into the model's length.
+            EngineError: if vLLM fails.
+        """
+        longest = max(map(len, sequences))
+        if longest + 1 > self._max_model_len:
+            raise UserError(
+                f"engine: a sequence of {longest} tokens cannot be scored within vLLM's `max_model_len` of "
+                f"{self._max_model_len}; raise it or lower the lengths of prompts and responses"
+            )
+        with self._own_state(), hard_limit(self.batch_timeout):
+            self._wake(["weights", "kv_cache"])
+            try:
+                return self._score(sequences)
+            except FAILURES as error:
+                raise EngineError(failure("failed while scoring", error)) from error
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        (output,) = self._llm.generate({"prompt_token_ids": token_ids}, parameters, use_tqdm=False)
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+        prompts = [{"prompt_token_ids": list(ids)} for ids in sequences]
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        return [
+            [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for ids, output in zip(sequences, outputs, strict=True)
+        ]
 
     def _draw(
         self,
