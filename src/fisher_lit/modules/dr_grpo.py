@@ -51,7 +51,7 @@ class DrGRPO(PolicyModule):
             micro.sampler_logprobs,
             advantages[micro.row],
             clip_range=self.clip_range,
-            num_responses=len(batch.rollouts),
+            num_responses=batch.total_responses,
             horizon=batch.horizon,
         )
 

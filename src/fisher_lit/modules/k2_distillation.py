@@ -10,7 +10,7 @@ from fisher_lit.divergences import forward_kl
 from fisher_lit.logprobs import TokenScores
 from fisher_lit.modules.distillation import Distillation, sum_of_each
 from fisher_lit.objectives import k2_loss
-from fisher_lit.rollout.batch import MicroBatch, RolloutBatch, collate
+from fisher_lit.rollout.batch import DUMMY, MicroBatch, RolloutBatch, collate
 
 
 class K2Distillation(Distillation):
@@ -22,7 +22,7 @@ class K2Distillation(Distillation):
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
         teacher = self.teacher_tokens(batch, indices)
-        return k2_loss(scores.logprobs, teacher.to(scores.logprobs.dtype), num_tokens=batch.num_response_tokens)
+        return k2_loss(scores.logprobs, teacher.to(scores.logprobs.dtype), num_tokens=batch.total_response_tokens)
 
     @override
     def signal(self, batch: RolloutBatch) -> list[Tensor | float]:
@@ -40,7 +40,7 @@ class K2Distillation(Distillation):
         assert self.teacher.network is not None
         totals = sum_of_each(self.log_ratios(batch))
         for group in self.micro_batches([r.num_tokens for r in batch.rollouts]):
-            micro = collate([batch.rollouts[i] for i in group], pad_id=0, device=self.device)
+            micro = collate([batch.rollouts[i] for i in group] or [DUMMY], pad_id=0, device=self.device)
             _, reverse_N, _ = forward_kl(
                 self.model,
                 self.teacher.network,
@@ -48,7 +48,8 @@ class K2Distillation(Distillation):
                 temperature=batch.temperature,
                 chunk_tokens=self.logprob_chunk_tokens,
             )
-            totals[group] += torch.zeros(len(group), dtype=torch.float64).index_add(
-                0, micro.row.cpu(), reverse_N.double().cpu()
-            )
+            if group:
+                totals[group] += torch.zeros(len(group), dtype=torch.float64).index_add(
+                    0, micro.row.cpu(), reverse_N.double().cpu()
+                )
         return totals.tolist()

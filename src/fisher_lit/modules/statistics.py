@@ -1,9 +1,13 @@
 """What one optimizer update reports, accumulated over its micro-batches."""
 
+import math
+
 import torch
+import torch.distributed as dist
 
 from fisher_lit.logprobs import TokenScores
 from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
+from fisher_lit.sharding import all_reduce
 
 
 class UpdateStatistics:
@@ -26,10 +30,18 @@ class UpdateStatistics:
         self.num_tokens += len(micro.targets)
 
     def compute(self) -> dict[str, float]:
-        """loss; entropy and |log p_sampler − log p_trainer| in nats; the latter only if there was a sampler."""
-        values = {"loss": float(self.loss), "entropy": float(self.entropy) / self.num_tokens}
-        if not torch.isnan(self.gap_total):
-            values["logprob_gap_mean"] = float(self.gap_total) / self.num_tokens
+        """loss; entropy and |log p_sampler − log p_trainer| in nats; the latter only if there was a sampler.
+
+        The values are those of the whole update: all processes call this together.
+        """
+        sums = torch.stack([self.loss, self.entropy, self.gap_total]).double()
+        sums = torch.cat([sums, sums.new_tensor([self.num_tokens])])
+        all_reduce(sums)
+        all_reduce(self.gap_max, dist.ReduceOp.MAX)
+        loss, entropy, gap_total, num_tokens = sums.tolist()
+        values = {"loss": loss, "entropy": entropy / num_tokens}
+        if not math.isnan(gap_total):
+            values["logprob_gap_mean"] = gap_total / num_tokens
             values["logprob_gap_max"] = float(self.gap_max)
         return values
 
