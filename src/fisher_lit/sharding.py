@@ -220,7 +220,10 @@ class Shards:
         """This process's part of a parameter's whole tensor, whose first coordinate is `start`."""
         part = self.parts[name]
         first = part.start - start
-        return tensor.reshape(-1)[first : first + part.num_coordinates].view(part.shape)
+        if part.num_coordinates == tensor.numel():
+            return tensor
+        # A view would keep the rest in memory.
+        return tensor.reshape(-1)[first : first + part.num_coordinates].view(part.shape).clone()
 
 
 class _SquareThenSum(ReduceScatter):
@@ -240,7 +243,7 @@ class _SquareThenSum(ReduceScatter):
     ) -> dist.Work | None:
         input_tensor.square_()
         self.squared_norm += input_tensor.sum(dtype=torch.float64)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=dist.ReduceOp.SUM)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, group=group, op=dist.ReduceOp.SUM)
 
 
 class ShardedBackward:

@@ -8,7 +8,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from fisher_lit.callbacks import HFExport
+from fisher_lit.callbacks import (
+    FisherBound,
+    FisherEstimation,
+    GradientRecall,
+    HFExport,
+    ParameterMask,
+    Retention,
+    TokenFisherProbe,
+)
+from fisher_lit.problems import ArithmeticProblems
+from fisher_lit.rollout.analysis_samples import AnalysisSamples
 from integration.helpers import data, fit, policy
 
 ADAM = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0)}
@@ -28,8 +38,6 @@ def sharded_fit(folder, *callbacks, module=None, datamodule=None, **kwargs):
 
 
 def train_data(**kwargs):
-    from fisher_lit.problems import ArithmeticProblems
-
     return data(val=ArithmeticProblems(num_problems=7, seed=1), eval_prompts_per_batch=3, **kwargs)
 
 
@@ -42,6 +50,25 @@ def case_checkpoint(folder):
     save = ModelCheckpoint(dirpath=folder / "checkpoints", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     path = os.environ.get("RESUME")
     sharded_fit(folder, save, max_steps=int(os.environ.get("STEPS", 5)), ckpt_path=path, **kwargs)
+
+
+QS = [0.1, 1.0, 5.0]
+SAMPLES = AnalysisSamples(fisher_prompts=9, gradient_prompts=5, gradient_responses=4)
+
+
+def case_analyses(folder):
+    """At step 0 the responses are the same on any number of processes, and so must be every measurement."""
+    when = {"steps": [0, 2]}
+    analyses = [
+        FisherEstimation(qs=QS, **when),
+        GradientRecall(qs=QS, save=True, **when),
+        Retention(qs=QS, **when),
+        TokenFisherProbe(qs=QS, num_prompts=3, num_positions=2, num_pairs=3, **when),
+        FisherBound(**when),
+        ParameterMask(source=os.environ.get("MASK", "initial_fisher"), q=5.0),
+    ]
+    module = policy(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1))
+    sharded_fit(folder, *analyses, module=module, datamodule=train_data(analysis=SAMPLES), max_steps=2)
 
 
 def main():
