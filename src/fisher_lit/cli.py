@@ -16,7 +16,8 @@ from typing_extensions import override
 from fisher_lit.errors import EngineError, NonFiniteError, UserError
 from fisher_lit.modules import PolicyModule
 from fisher_lit.rollout import RolloutDataModule
-from fisher_lit.rollout.datamodule import require_one_process
+from fisher_lit.rollout.datamodule import require_whole_shares
+from fisher_lit.strategies import require_supported_strategy
 
 USAGE = "fisher-lit {} -c CONFIG [-c OVERLAY ...] [--key value ...]"
 
@@ -45,9 +46,14 @@ class FisherLitCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs) -> Trainer:
+        strategy = self._get(self.config_init, "trainer").strategy
+        if isinstance(strategy, str) and strategy.startswith("fsdp") and strategy != "fsdp2":
+            # Lightning's own message would be about accelerators.
+            raise UserError(f"trainer: strategy {strategy!r} flattens parameters; set `strategy: fsdp2`")
         trainer = super().instantiate_trainer(**kwargs)
         # Before any process is launched and any logger writes.
-        require_one_process(trainer)
+        require_supported_strategy(trainer)
+        require_whole_shares(self.datamodule.prompts_per_update, trainer.world_size)
         self._check_log_dir(Path(trainer.log_dir or trainer.default_root_dir))
         return trainer
 

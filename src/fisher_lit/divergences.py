@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fisher_lit.logprobs import TokenScores, head_logits, hidden_states
 from fisher_lit.rollout.batch import MicroBatch
+from fisher_lit.sharding import call
 
 
 def forward_kl(
@@ -53,17 +54,20 @@ def forward_kl(
         chosen = logp_CV.gather(-1, targets_C[:, None])[:, 0]
         return negative_entropy - (q_CV * logp_CV).sum(-1), reverse, chosen, entropy
 
-    student_ND = hidden_states(student, batch)
-    with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
-        teacher_ND = hidden_states(teacher, batch)
-    pieces = []
-    parts = (tensor.split(chunk_tokens) for tensor in (student_ND, teacher_ND, batch.targets))
-    for inputs in zip(*parts, strict=True):
-        if torch.is_grad_enabled():
-            pieces.append(checkpoint(chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(chunk(*inputs))
-    forward_N, reverse_N, chosen_N, entropy_N = (torch.cat(piece) for piece in zip(*pieces, strict=True))
+    def divergences() -> tuple[Tensor, ...]:
+        student_ND = hidden_states(student, batch)
+        with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
+            teacher_ND = hidden_states(teacher, batch)
+        pieces = []
+        parts = (tensor.split(chunk_tokens) for tensor in (student_ND, teacher_ND, batch.targets))
+        for inputs in zip(*parts, strict=True):
+            if torch.is_grad_enabled():
+                pieces.append(checkpoint(chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
+            else:
+                pieces.append(chunk(*inputs))
+        return tuple(torch.cat(piece) for piece in zip(*pieces, strict=True))
+
+    forward_N, reverse_N, chosen_N, entropy_N = call(student, divergences)
     return forward_N, reverse_N, TokenScores(chosen_N, entropy_N)
 
 

@@ -9,6 +9,7 @@ from torchmetrics import MeanMetric
 
 from fisher_lit.metrics import AvgAtK, PassAtK
 from fisher_lit.rollout.batch import Rollout, RolloutBatch
+from fisher_lit.rollout.exchange import gather_rollouts
 
 
 class Evaluation(nn.Module):
@@ -30,14 +31,14 @@ class Evaluation(nn.Module):
         self.rollouts = []
 
     def update(self, batch: RolloutBatch) -> None:
-        """Add the rollouts of one evaluation batch."""
+        """Add the rollouts of one evaluation batch, of which every process has a share."""
         rewards = batch.rewards.to(self.accuracy.device)
         self.accuracy.update(rewards)
         self.solved.update(rewards)
         for rollout in batch.rollouts:
             self.response_length.update(len(rollout.response_ids))
             self.truncated.update(100.0 * (rollout.finish_reason == "length"))
-        self.rollouts += batch.rollouts
+        self.rollouts += gather_rollouts(batch)
         self.responses_per_prompt = batch.responses_per_prompt
 
     def compute(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from fisher_lit.errors import UserError
 from fisher_lit.rollout.batch import MicroBatch
+from fisher_lit.sharding import call
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,19 @@ def response_logprobs(
             entropy = torch.special.entr(logprobs.exp()).sum(-1)
         return chosen, entropy
 
-    hidden_ND = hidden_states(model, batch)
-    pieces = []
-    for hidden_CD, targets_C in zip(hidden_ND.split(chunk_tokens), batch.targets.split(chunk_tokens), strict=True):
-        if torch.is_grad_enabled():
-            piece = checkpoint(chunk_scores, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
-        else:
-            piece = chunk_scores(hidden_CD, targets_C)
-        pieces.append(piece)
-    chosen, entropy = zip(*pieces, strict=True)
-    return TokenScores(torch.cat(chosen), torch.cat(entropy))
+    def scores() -> tuple[Tensor, ...]:
+        hidden_ND = hidden_states(model, batch)
+        pieces = []
+        for hidden_CD, targets_C in zip(hidden_ND.split(chunk_tokens), batch.targets.split(chunk_tokens), strict=True):
+            if torch.is_grad_enabled():
+                piece = checkpoint(chunk_scores, hidden_CD, targets_C, use_reentrant=False, preserve_rng_state=False)
+            else:
+                piece = chunk_scores(hidden_CD, targets_C)
+            pieces.append(piece)
+        chosen, entropy = zip(*pieces, strict=True)
+        return torch.cat(chosen), torch.cat(entropy)
+
+    return TokenScores(*call(model, scores))
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 
 class AvgAtK(Metric):
@@ -35,9 +36,10 @@ class AvgAtK(Metric):
 
     def standard_error(self) -> Tensor:
         """Standard error in percentage points; NaN for a single problem."""
-        n = self.num_problems
-        variance = (self.total_of_squares - self.total.square() / n).clamp_min(0) / (n - 1)
-        return 100 * (variance / n).sqrt()
+        with self.sync_context(dist_sync_fn=gather_all_tensors):
+            n = self.num_problems
+            variance = (self.total_of_squares - self.total.square() / n).clamp_min(0) / (n - 1)
+            return 100 * (variance / n).sqrt()
 
 
 class PassAtK(Metric):

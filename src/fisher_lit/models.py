@@ -18,6 +18,7 @@ from transformers import (
 
 from fisher_lit.errors import UserError
 from fisher_lit.logprobs import check_head
+from fisher_lit.sharding import is_sharded, rank, whole
 
 # Models that the package ships, by the name that stands for a path.
 SHIPPED = {"tiny-base": "tiny_base", "tiny-teacher": "tiny_teacher"}
@@ -104,13 +105,32 @@ def disable_dropout(model: nn.Module) -> None:
 def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write weights (safetensors), config and tokenizer as a Hugging Face directory, or nothing.
 
-    Everything goes to a temporary directory beside `directory`, which is then renamed.
+    Everything goes to a temporary directory beside `directory`, which is then renamed. Of a sharded model one parameter
+    at a time is gathered, and process 0 writes; all processes call this together.
     """
+    weights = dict(model.state_dict())
+    if is_sharded(model):
+        # Tied weights must stay one tensor, or they would be written twice.
+        first = {id(p): name for name, p in model.named_parameters()}
+        names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        for name, tensor in weights.items():
+            if (source := names.get(name, name)) != name:
+                weights[name] = weights[source]
+                continue
+            full = whole(tensor)
+            weights[name] = full.cpu() if rank() == 0 else tensor
+    if rank() == 0:
+        _write_hf(model, weights, tokenizer, directory)
+
+
+def _write_hf(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         if directory.exists():
             shutil.rmtree(directory)

@@ -44,7 +44,9 @@ def fails(run, capsys, *args, config=QUICKSTART):
         (["--data.init_args.sampling.top_p", "0.9"], "DrGRPO needs responses from the full softmax"),
         (["--data.init_args.train.init_args.num_problems", "3"], "`train` gives 3 prompts, fewer than the 4"),
         (["--trainer.precision", "bf16-true"], "precision 'bf16-true' does not keep fp32 parameters"),
-        (["--trainer.devices", "2", "--trainer.strategy", "ddp_spawn"], "2 processes were asked for"),
+        (["--trainer.devices", "2", "--trainer.strategy", "ddp_spawn"], "DDPStrategy with 2 processes is not"),
+        (["--trainer.strategy", "fsdp"], "strategy 'fsdp' flattens parameters; set `strategy: fsdp2`"),
+        (["--trainer.devices", "3", "--trainer.strategy", "fsdp2"], "`prompts_per_update` is 4, which 3 processes"),
     ],
 )  # fmt: skip
 def test_bad_settings(run, capsys, args, message):

@@ -77,11 +77,14 @@ class Analysis(Callback):
             trainer.logger.save()
         record: dict = {"step": step, "num_coordinates": measurements.coordinates.num_coordinates}
         record |= {"values": values, "settings": self.settings(measurements)}
-        write_record(measurements.directory / f"{self.name}.jsonl", record)
+        if trainer.is_global_zero:
+            write_record(measurements.directory / f"{self.name}.jsonl", record)
 
     def _is_recorded(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         records = read_records(Measurements.of(trainer, pl_module).directory / f"{self.name}.jsonl")
-        return any(record["step"] == trainer.global_step for record in records)
+        found = any(record["step"] == trainer.global_step for record in records)
+        # A shared disk may show the file to some processes only.
+        return trainer.strategy.broadcast(found)
 
 
 def read_records(path: Path) -> list[dict]:

@@ -9,6 +9,7 @@ from fisher_lit.callbacks.analysis import Analysis, chart
 from fisher_lit.callbacks.measurements import Measurements
 from fisher_lit.fisher.bound import check_bound
 from fisher_lit.fisher.layout import where
+from fisher_lit.sharding import all_reduce, gather_lists
 
 log = logging.getLogger(__name__)
 # Scores computed in bfloat16 differ between two passes by more than float32 rounding.
@@ -34,7 +35,8 @@ class FisherBound(Analysis):
     def measure(self, measurements: Measurements) -> dict[str, float]:
         batch = measurements.objective_batch()
         signal = measurements.module.effective_signal(batch)  # type: ignore[operator]
-        squared_scale = float(torch.tensor(signal, dtype=torch.float64).square().mean())
+        signals = torch.tensor([a for part in gather_lists(list(signal)) for a in part], dtype=torch.float64)
+        squared_scale = float(signals.square().mean())
         values = {"signal_scale": squared_scale**0.5}
         if squared_scale == 0:
             # Every response of every group has the same reward: both sides are 0.
@@ -42,7 +44,11 @@ class FisherBound(Analysis):
         fisher = measurements.score(measurements.fisher_estimator(batch), batch.rollouts, "Fisher of the bound")
         tolerance = BF16_TOLERANCE if measurements.trainer.precision == "bf16-mixed" else None
         check = check_bound(
-            measurements.weighted_scores(batch, signal), fisher.mean(), squared_scale, tolerance=tolerance
+            measurements.weighted_scores(batch, signal),
+            fisher.mean(),
+            squared_scale,
+            tolerance=tolerance,
+            all_reduce=all_reduce,
         )
         if check.num_violations:
             log.warning(

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch
 from typing_extensions import override
 
 from fisher_lit.callbacks.analysis import PAPER_QS, Analysis, chart
 from fisher_lit.callbacks.heat_map import log_heat_map
 from fisher_lit.callbacks.measurements import Measurements
 from fisher_lit.fisher.measures import by_module, density, fisher_share, fisher_sums, share
+from fisher_lit.sharding import all_reduce, gather_lists
 
 
 class FisherEstimation(Analysis):
@@ -38,14 +40,15 @@ class FisherEstimation(Analysis):
     def measure(self, measurements: Measurements) -> dict[str, float]:
         estimator = measurements.fisher()
         fisher = estimator.mean()
-        norms = estimator.squared_norms()
+        parts = gather_lists(estimator.squared_norms().tolist())
+        norms = torch.tensor([norm for part in parts for norm in part], dtype=torch.float64)
         values = {"trace": float(norms.mean()), "trace_stderr": float(norms.std() / len(norms) ** 0.5)}
-        log_heat_map(measurements, "fisher_share", "Share of the Fisher (%)", share(by_module(fisher)))
+        log_heat_map(measurements, "fisher_share", "Share of the Fisher (%)", share(by_module(fisher, all_reduce)))
         for q, top in zip(self.qs, measurements.fisher_sets(self.qs), strict=True):
-            score = fisher_share(fisher_sums(fisher, top))
+            score = fisher_share(fisher_sums(fisher, top, all_reduce))
             values |= {f"share/q={q:g}": score.value, f"share/q={q:g}/random": score.random}
             title = f"Density of the {q:g}% with the largest Fisher (%)"
-            log_heat_map(measurements, f"fisher_top_{q:g}", title, density(by_module(top)))
+            log_heat_map(measurements, f"fisher_top_{q:g}", title, density(by_module(top, all_reduce)))
         if self.save:
             measurements.save_fisher()
         return values

@@ -7,7 +7,7 @@ from typing_extensions import override
 from fisher_lit.callbacks.analysis import PAPER_QS, Analysis, chart
 from fisher_lit.callbacks.measurements import Measurements
 from fisher_lit.fisher.measures import jaccard, overlap, recall
-from fisher_lit.fisher.vectors import save_vectors
+from fisher_lit.sharding import all_reduce
 
 
 class GradientRecall(Analysis):
@@ -38,14 +38,14 @@ class GradientRecall(Analysis):
         values: dict[str, float] = {}
         sets = zip(self.qs, measurements.fisher_sets(self.qs), measurements.gradient_sets(self.qs), strict=True)
         for q, high_fisher, large_gradient in sets:
-            both = overlap(high_fisher, large_gradient)
+            both = overlap(high_fisher, large_gradient, all_reduce)
             for tag, score in ((f"q={q:g}", recall(both)), (f"jaccard/q={q:g}", jaccard(both))):
                 values |= {tag: score.value, f"{tag}/random": score.random}
         if self.save:
             step = measurements.trainer.global_step
             path = measurements.directory / f"gradient_step_{step:06d}.safetensors"
             metadata = {"source": "GradientRecall", "step": str(step)}
-            save_vectors(path, measurements.gradient(), measurements.coordinates, metadata)
+            measurements.save(path, measurements.gradient(), metadata)
         return values
 
     def scalar_layout(self) -> dict:

@@ -40,6 +40,8 @@ def heat_map(title: str, scores: Mapping[Place, Score]) -> Figure:
 
 def log_heat_map(measurements: Measurements, name: str, title: str, scores: Mapping[Place, Score]) -> None:
     """Write a map as `<log_dir>/analyses/<name>_step_<n>.png` and as the TensorBoard image `where/<name>`."""
+    if not measurements.trainer.is_global_zero:
+        return
     step = measurements.trainer.global_step
     measurements.directory.mkdir(parents=True, exist_ok=True)
     figure = heat_map(f"{title}, step {step}", scores)

@@ -17,6 +17,7 @@ from fisher_lit.fisher.vectors import load_vectors, save_vectors
 from fisher_lit.rollout.batch import Rollout, RolloutBatch
 from fisher_lit.rollout.datamodule import RolloutDataModule
 from fisher_lit.rollout.sampling import derive_seed
+from fisher_lit.sharding import Shards, all_reduce, share_of
 
 Vector = Mapping[str, Tensor]
 
@@ -24,7 +25,8 @@ Vector = Mapping[str, Tensor]
 class Measurements:
     """Fisher, gradient and rollouts of the current policy, and the Fisher of the initial one.
 
-    Everything of a step is dropped when the next update begins.
+    Everything of a step is dropped when the next update begins. Vectors and sets are this process's parts, and all
+    processes measure together.
 
     Args:
         trainer: the Trainer of the fit.
@@ -37,6 +39,7 @@ class Measurements:
         self.data: RolloutDataModule = trainer.datamodule  # type: ignore[attr-defined]
         self.coordinates = Coordinates.from_model(module.model)  # type: ignore[arg-type]
         self.directory = Path(trainer.log_dir or trainer.default_root_dir) / "analyses"
+        self.shards = Shards.of(module.model, self.coordinates)  # type: ignore[arg-type]
         self._of_step: dict[str, object] = {}
 
     @classmethod
@@ -60,7 +63,7 @@ class Measurements:
         return self._once("gradient", self._measure_gradient)
 
     def gradient_rollouts(self) -> RolloutBatch:
-        """On-policy responses to the gradient prompts."""
+        """On-policy responses to this process's share of the gradient prompts."""
         return self._once("gradient_rollouts", self._draw_gradient_rollouts)
 
     def objective_batch(self) -> RolloutBatch:
@@ -69,12 +72,17 @@ class Measurements:
 
     def fisher_sets(self, qs: Sequence[float]) -> list[Masks]:
         """The K_q coordinates with the largest Fisher of the current policy, for each q (percent)."""
-        return top_masks(self.fisher().mean(), self.sizes(qs), self.coordinates)
+        return self.top(self.fisher().mean(), qs)
 
     def gradient_sets(self, qs: Sequence[float]) -> list[Masks]:
         """The K_q coordinates with the largest absolute gradient estimate, for each q (percent)."""
         magnitude = {name: g.abs() for name, g in self.gradient().items()}
-        return top_masks(magnitude, self.sizes(qs), self.coordinates)
+        return self.top(magnitude, qs)
+
+    def top(self, values: Vector, qs: Sequence[float]) -> list[Masks]:
+        """The K_q coordinates with the largest values, for each q (percent)."""
+        sizes = self.sizes(qs)
+        return top_masks(values, sizes, self.coordinates, parts=self.shards.parts, all_reduce=all_reduce)
 
     def sizes(self, qs: Sequence[float]) -> list[int]:
         """K_q of each q."""
@@ -94,7 +102,7 @@ class Measurements:
                 "" if path else "; it is measured at step 0, so start the fit anew or give the file of another run"
             )
             raise UserError(f"there is no initial Fisher '{kept}'{way_out}")
-        return load_vectors(kept, self.coordinates, self.module.device)[0]
+        return load_vectors(kept, self.coordinates, self.module.device, self.shards)[0]
 
     def save_fisher(self) -> Path:
         """Write the Fisher of the current policy, unless that is done."""
@@ -106,14 +114,18 @@ class Measurements:
             "num_responses": str(self.fisher().num_responses),
             "seeds": f"prompts {samples.prompt_seed}, responses {samples.fisher_seed}",
         }
-        self._once("saved", lambda: save_vectors(path, self.fisher().mean(), self.coordinates, metadata))
+        self._once("saved", lambda: self.save(path, self.fisher().mean(), metadata))
         return path
+
+    def save(self, path: Path, values: Vector, metadata: Mapping[str, str]) -> None:
+        """Write one value per coordinate."""
+        save_vectors(path, values, self.coordinates, metadata, self.shards)
 
     @contextmanager
     def progress(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
         """A progress bar of `total` items where the Trainer shows one; yields the function that advances it."""
         bar = self.trainer.progress_bar_callback
-        hidden = not isinstance(bar, TQDMProgressBar) or bar.is_disabled
+        hidden = not self.trainer.is_global_zero or not isinstance(bar, TQDMProgressBar) or bar.is_disabled
         description = f"step {self.trainer.global_step}: {name}"
         with tqdm(total=total, desc=description, leave=False, disable=hidden) as shown:
             yield lambda count: (shown.update(count), None)[1]
@@ -138,7 +150,7 @@ class Measurements:
         return self._of_step[key]
 
     def _measure_fisher(self) -> FisherEstimator:
-        prompts, _ = self.data.analysis.split(self.data.prompts["train"])
+        prompts = share_of(self.data.analysis.split(self.data.prompts["train"])[0])
         with self.progress("Fisher responses", len(prompts)) as advance:
             batch = self.data.draw(
                 prompts,
@@ -152,7 +164,7 @@ class Measurements:
 
     def _draw_gradient_rollouts(self) -> RolloutBatch:
         samples = self.data.analysis
-        _, prompts = samples.split(self.data.prompts["train"])
+        prompts = share_of(samples.split(self.data.prompts["train"])[1])
         with self.progress("gradient responses", len(prompts) * samples.gradient_responses) as advance:
             return self.data.draw(
                 prompts,

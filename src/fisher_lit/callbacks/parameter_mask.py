@@ -16,8 +16,9 @@ from fisher_lit.errors import UserError
 from fisher_lit.fisher.freezing import moves_with_gradient_only, restore_frozen, zero_frozen_gradients
 from fisher_lit.fisher.measures import by_module, density
 from fisher_lit.fisher.random_sets import random_masks
-from fisher_lit.fisher.selection import budget, top_masks
+from fisher_lit.fisher.selection import budget
 from fisher_lit.fisher.vectors import PackedMasks, load_masks, load_vectors, save_masks
+from fisher_lit.sharding import all_reduce, local, whole
 
 Source = Literal["initial_fisher", "fisher_file", "random", "mask_file"]
 
@@ -73,11 +74,11 @@ class ParameterMask(Callback):
             self._masks = self._resume(kept, measurements)
         else:
             self._masks = PackedMasks.pack(self._select(measurements))
-            save_masks(kept, self._masks, measurements.coordinates, self._description())
-            log_heat_map(measurements, "mask", "Density of the mask (%)", density(by_module(self._masks)))
+            save_masks(kept, self._masks, measurements.coordinates, self._description(), measurements.shards)
+            log_heat_map(measurements, "mask", "Density of the mask (%)", density(by_module(self._masks, all_reduce)))
         (optimizer,) = trainer.optimizers
         if trainer.global_step > 0 or not moves_with_gradient_only(optimizer):
-            self._reference = {n: p.detach().clone() for n, p in self._parameters(pl_module).items()}
+            self._reference = {n: local(p.detach()).clone() for n, p in self._parameters(pl_module).items()}
             optimizer.register_step_post_hook(lambda *_: self._restore(pl_module))
 
     @override
@@ -93,21 +94,23 @@ class ParameterMask(Callback):
         return {"Mask": {"gradient norm": ["Multiline", ["mask/gradient_norm_.*"]]}}
 
     def _select(self, measurements: Measurements) -> Mapping[str, Tensor]:
-        coordinates, device = measurements.coordinates, measurements.module.device
+        coordinates, device, shards = measurements.coordinates, measurements.module.device, measurements.shards
         if self.source == "mask_file":
-            return load_masks(str(self.path), coordinates, device)[0]
+            return load_masks(str(self.path), coordinates, device, shards)[0]
         sizes = measurements.sizes([self.q])  # type: ignore[list-item]
         if self.source == "random":
-            return random_masks(coordinates, sizes, self.seed, device=device)[0]
+            return random_masks(
+                coordinates, sizes, self.seed, parts=shards.parts, device=device, all_reduce=all_reduce
+            )[0]
         if self.source == "fisher_file":
-            fisher: Mapping[str, Tensor] = load_vectors(str(self.path), coordinates, device)[0]
+            fisher: Mapping[str, Tensor] = load_vectors(str(self.path), coordinates, device, shards)[0]
         else:
             fisher = measurements.initial_fisher()
             measurements.save_fisher()
-        return top_masks(fisher, sizes, coordinates)[0]
+        return measurements.top(fisher, [self.q])[0]  # type: ignore[list-item]
 
     def _resume(self, kept: Path, measurements: Measurements) -> Mapping[str, Tensor]:
-        masks, metadata = load_masks(kept, measurements.coordinates, measurements.module.device)
+        masks, metadata = load_masks(kept, measurements.coordinates, measurements.module.device, measurements.shards)
         for key, value in self._description().items():
             if metadata.get(key) != value:
                 raise UserError(
@@ -128,4 +131,4 @@ class ParameterMask(Callback):
 
 
 def _gradient_norm(parameters: Mapping[str, torch.nn.Parameter]) -> Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None]))

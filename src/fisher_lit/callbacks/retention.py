@@ -8,8 +8,8 @@ from typing_extensions import override
 from fisher_lit.callbacks.analysis import PAPER_QS, Analysis, chart
 from fisher_lit.callbacks.measurements import Measurements
 from fisher_lit.fisher.measures import FisherSums, fisher_sums, magnitude_ratio, overlap, retention
-from fisher_lit.fisher.selection import top_masks
 from fisher_lit.fisher.vectors import PackedMasks
+from fisher_lit.sharding import all_reduce
 
 
 class Retention(Analysis):
@@ -43,8 +43,8 @@ class Retention(Analysis):
         if self.initial_fisher is None and trainer.global_step == 0:
             # A resumed run needs it again.
             measurements.save_fisher()
-        sets = top_masks(fisher, measurements.sizes(self.qs), measurements.coordinates)
-        self._initial = [(PackedMasks.pack(high), fisher_sums(fisher, high)) for high in sets]
+        sets = measurements.top(fisher, self.qs)
+        self._initial = [(PackedMasks.pack(high), fisher_sums(fisher, high, all_reduce)) for high in sets]
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -53,8 +53,8 @@ class Retention(Analysis):
         fisher = measurements.fisher().mean()
         sets = zip(self.qs, measurements.fisher_sets(self.qs), self._initial, strict=True)
         for q, high, (initial_high, initial_sums) in sets:
-            kept = retention(overlap(initial_high, high))
-            ratio = magnitude_ratio(fisher_sums(fisher, initial_high), initial_sums)
+            kept = retention(overlap(initial_high, high, all_reduce))
+            ratio = magnitude_ratio(fisher_sums(fisher, initial_high, all_reduce), initial_sums)
             for side, score in (("high", kept.high), ("low", kept.low)):
                 values |= {f"{side}/q={q:g}": score.value, f"{side}/q={q:g}/random": score.random}
             values |= {f"magnitude/q={q:g}": ratio.low, "magnitude/all": ratio.all}

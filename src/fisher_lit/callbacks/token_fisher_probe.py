@@ -9,6 +9,7 @@ from fisher_lit.callbacks.analysis import PAPER_QS, Analysis, chart
 from fisher_lit.callbacks.measurements import Measurements
 from fisher_lit.errors import UserError
 from fisher_lit.fisher.token_fisher import token_fisher
+from fisher_lit.rollout.exchange import gather_rollouts
 
 
 class _Complement(Mapping[str, Tensor]):
@@ -66,7 +67,7 @@ class TokenFisherProbe(Analysis):
     @override
     def measure(self, measurements: Measurements) -> dict[str, float]:
         batch = measurements.gradient_rollouts()
-        firsts = [r for r in batch.rollouts if r.sample == 0]
+        firsts = [r for r in gather_rollouts(batch) if r.sample == 0]
         if len(firsts) < self.num_prompts:
             raise UserError(
                 f"TokenFisherProbe: `num_prompts` is {self.num_prompts}, but the data's `analysis.gradient_prompts` is "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fisher_lit.errors import UserError
+from fisher_lit.sharding import local
 
 
 class Backward(Protocol):
@@ -42,7 +43,8 @@ def measured_parameters(model: nn.Module, names: Iterable[str] | None = None) ->
 
 
 def zeros_like_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A zero for every coordinate: float32, or float64 for float64 parameters."""
+    """A zero for every coordinate of the process: float32, or float64 for float64 parameters."""
+    parameters = {name: local(p) for name, p in parameters.items()}
     dtypes = {name: torch.float64 if p.dtype == torch.float64 else torch.float32 for name, p in parameters.items()}
     # A tensor made in inference mode could not be added to outside it.
     with torch.inference_mode(False):

@@ -16,16 +16,19 @@ The signals of Table 2, from log-probabilities in nats:
 Shapes: N = response tokens, M = responses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fisher_lit.errors import UserError
 from fisher_lit.fisher.batched_scores import block_elements
 
 NUM_BINS = 1000
+# Combines a tensor over the processes, in place.
+Reduce = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 
 
 def sum_by_response(terms_N: Tensor, row_N: Tensor, num_responses: int) -> Tensor:
@@ -110,6 +113,7 @@ def check_bound(
     squared_scale: float,
     *,
     tolerance: float | None = None,
+    all_reduce: Reduce | None = None,
 ) -> BoundCheck:
     """Compare |g_i| with √E[a²] · √F_i (arXiv 2609.36262, eq. 4).
 
@@ -119,6 +123,7 @@ def check_bound(
         squared_scale: mean of a² over the same samples.
         tolerance: rounding error allowed in scores, relative to the largest bound of a parameter. None allows 1e-5, or
             1e-10 in float64; scores computed in bfloat16 need 1e-2.
+        all_reduce: sums, or with the second argument MAX takes the largest, over processes that hold parts.
 
     Raises:
         UserError: if the names differ, the scale is not above 0, or there is no positive Fisher.
@@ -127,12 +132,15 @@ def check_bound(
         raise UserError("check_bound: gradient and Fisher are of different parameters")
     if not squared_scale > 0:
         raise UserError(f"check_bound: the squared scale must be above 0, got {squared_scale}; is every signal 0?")
+    reduce: Reduce = all_reduce or (lambda tensor, op: None)
     max_ratio: dict[str, float] = {}
     num_violations, num_coordinates, total = 0, 0, 0.0
     counts = torch.zeros(NUM_BINS, dtype=torch.int64)
     for name, values in fisher.items():
         allowed = tolerance if tolerance is not None else 1e-10 if values.dtype == torch.float64 else 1e-5
-        slack = allowed * float(values.max()) ** 0.5 * squared_scale**0.5
+        largest = values.max() if values.numel() else values.new_zeros(())
+        reduce(largest, dist.ReduceOp.MAX)
+        slack = allowed * float(largest) ** 0.5 * squared_scale**0.5
         max_ratio[name] = 0.0
         block = block_elements(values.device)
         for f, g in zip(values.flatten().split(block), gradient[name].flatten().split(block), strict=True):
@@ -140,13 +148,21 @@ def check_bound(
             # A square that underflowed counts as the smallest normal number.
             bound = (f + torch.finfo(f.dtype).tiny).sqrt() * squared_scale**0.5
             ratio = (size / (bound + slack)).nan_to_num(nan=torch.inf, posinf=torch.inf)
-            max_ratio[name] = max(max_ratio[name], float(ratio.max()))
+            max_ratio[name] = max(max_ratio[name], float(ratio.max()) if len(ratio) else 0.0)
             num_violations += int((ratio > 1).sum())
             tightness = (size / bound)[f > 0].nan_to_num_(nan=1).clamp_(max=1)
             num_coordinates += len(tightness)
             total += float(tightness.sum(dtype=torch.float64))
             bins = (tightness * NUM_BINS).long().clamp_(max=NUM_BINS - 1)
             counts += torch.bincount(bins, minlength=NUM_BINS).cpu()
+    device = next(iter(fisher.values())).device
+    ratios = torch.tensor(list(max_ratio.values()), dtype=torch.float64, device=device)
+    sums = torch.tensor([num_violations, num_coordinates, total, *counts.tolist()], dtype=torch.float64, device=device)
+    reduce(ratios, dist.ReduceOp.MAX)
+    reduce(sums, dist.ReduceOp.SUM)
+    max_ratio = dict(zip(max_ratio, ratios.tolist(), strict=True))
+    num_violations, num_coordinates, total = int(sums[0]), int(sums[1]), float(sums[2])
+    counts = sums[3:].long().cpu()
     if num_coordinates == 0:
         raise UserError("check_bound: every coordinate has a Fisher of 0")
     return BoundCheck(max_ratio, num_violations, num_coordinates, total / num_coordinates, counts)

@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fisher_lit.errors import UserError
@@ -17,7 +16,8 @@ from fisher_lit.fisher.backward import consuming_gradients, measured_parameters,
 from fisher_lit.fisher.batched_scores import BatchedScores, block_elements
 from fisher_lit.fisher.layers import batched_scores_obstacle
 from fisher_lit.logprobs import response_logprobs
-from fisher_lit.rollout.batch import MicroBatch, Rollout, collate, split_micro_batches
+from fisher_lit.rollout.batch import DUMMY, MicroBatch, Rollout, collate, split_micro_batches
+from fisher_lit.sharding import ShardedBackward, all_reduce, is_sharded, largest
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class _Mean:
         self.chunk_tokens = chunk_tokens
         self.batch_tokens = batch_tokens
         self.num_responses = 0
+        if is_sharded(model) and len(self.parameters) < len(list(model.parameters())):
+            raise UserError("names: all parameters of a sharded model are measured together; leave `names` out")
         self._sums = zeros_like_parameters(self.parameters)
         self._is_finished = False
 
@@ -87,9 +89,13 @@ class _Mean:
         Raises:
             UserError: if no response was added.
         """
-        if self.num_responses == 0:
+        if self.num_responses == 0 and not is_sharded(self.model):
             raise UserError(f"{type(self).__name__} needs at least one response")
         if not self._is_finished:
+            if is_sharded(self.model):
+                count = torch.tensor(self.num_responses, device=self.model.device)
+                all_reduce(count)
+                self.num_responses = int(count)
             # In place: the sums are as large as the model.
             for total in self._sums.values():
                 total /= self.num_responses
@@ -116,7 +122,8 @@ class FisherEstimator(_Mean):
     and the gradient of one parameter at a time.
 
     Args:
-        model: any Hugging Face causal LM whose parameters are not sharded.
+        model: any Hugging Face causal LM; where it is sharded, each process adds responses of its own, in as many calls
+            as the others, and holds the mean of its own coordinates.
         names: parameters to measure; None measures every one with `requires_grad`.
         temperature: temperature that the responses were sampled at.
         chunk_tokens: response tokens whose logits exist at a time, where responses are scored one by one.
@@ -127,7 +134,8 @@ class FisherEstimator(_Mean):
         num_responses: N, responses so far.
 
     Raises:
-        UserError: if a name is unknown, a parameter is sharded, or `batched` is True and the model cannot be batched.
+        UserError: if a name is unknown or given for a sharded model, or `batched` is True and the model cannot be
+            batched.
     """
 
     def __init__(
@@ -143,11 +151,8 @@ class FisherEstimator(_Mean):
         super().__init__(
             model, names=names, temperature=temperature, chunk_tokens=chunk_tokens, batch_tokens=batch_tokens
         )
-        for name, parameter in self.parameters.items():
-            # Sharded gradients arrive summed over ranks: the square of a sum is not the sum of squares.
-            if isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1:
-                raise UserError(f"FisherEstimator needs whole parameters, and {name} is sharded")
-        self.batching = BatchingRule(model, batched)
+        # Gradients of a sharded model are squared where they meet, one response per process at a time.
+        self.batching = BatchingRule(model, False if is_sharded(model) else batched)
         self._squared_norms: list[Tensor] = []
 
     def add(self, rollouts: Sequence[Rollout], progress: Callable[[int], None] | None = None) -> None:
@@ -158,6 +163,9 @@ class FisherEstimator(_Mean):
             progress: called with the number of responses that have just been added.
         """
         assert not self._is_finished, "the mean has been taken"
+        if is_sharded(self.model):
+            self._add_sharded(rollouts, progress)
+            return
         norms: dict[int, Tensor] = {}
         with measuring(self.model, self.parameters):
             for part in self._parts([r.num_tokens for r in rollouts]):
@@ -183,6 +191,20 @@ class FisherEstimator(_Mean):
         Their mean is the trace of the diagonal, and their spread gives its standard error.
         """
         return torch.stack(self._squared_norms).double().cpu() if self._squared_norms else torch.empty(0).double()
+
+    def _add_sharded(self, rollouts: Sequence[Rollout], progress: Callable[[int], None] | None) -> None:
+        """One response per pass and process; a process that has run out of responses adds zeros."""
+        passes = ShardedBackward(self.model, squares=True)
+        with passes.measuring():
+            for i in range(largest(len(rollouts), self.model.device)):
+                is_mine = i < len(rollouts)
+                score = self._scores(self._collate([rollouts[i] if is_mine else DUMMY])).sum()
+                squared_norm = passes.run(score if is_mine else 0 * score, self._sums)
+                if is_mine:
+                    self._squared_norms.append(squared_norm)
+                    if progress is not None:
+                        progress(1)
+        self.num_responses += len(rollouts)
 
     def _parts(self, lengths: Sequence[int]) -> list[list[int]]:
         """Responses of each backward pass."""
@@ -228,7 +250,8 @@ class GradientEstimator(_Mean):
     pass. Memory: one number per measured coordinate and the gradient of one parameter at a time.
 
     Args:
-        model: any Hugging Face causal LM whose parameters are not sharded.
+        model: any Hugging Face causal LM; where it is sharded, each process adds responses of its own, in as many calls
+            as the others, and holds the mean of its own coordinates.
         names: parameters to measure; None measures every one with `requires_grad`.
         temperature: temperature that the responses were sampled at.
         chunk_tokens: response tokens whose logits exist at a time.
@@ -260,6 +283,12 @@ class GradientEstimator(_Mean):
         token_weights = [_token_weights(r, w) for r, w in zip(rollouts, weights, strict=True)]
         active = [i for i, w in enumerate(token_weights) if bool(w.any())]
         groups = split_micro_batches([rollouts[i].num_tokens for i in active], max_tokens=self.batch_tokens)
+        if is_sharded(self.model):
+            self._add_sharded(rollouts, token_weights, [[active[i] for i in group] for group in groups])
+            if progress is not None:
+                progress(len(rollouts))
+            self.num_responses += len(rollouts)
+            return
         with (
             measuring(self.model, self.parameters),
             consuming_gradients(self.parameters, lambda name, grad: self._sums[name].add_(grad)) as backward,
@@ -274,6 +303,18 @@ class GradientEstimator(_Mean):
         if progress is not None and len(active) < len(rollouts):
             progress(len(rollouts) - len(active))
         self.num_responses += len(rollouts)
+
+    def _add_sharded(
+        self, rollouts: Sequence[Rollout], token_weights: Sequence[Tensor], groups: Sequence[Sequence[int]]
+    ) -> None:
+        """A group of responses per pass and process; a process that has run out of groups adds zeros."""
+        passes = ShardedBackward(self.model, squares=False)
+        with passes.measuring():
+            for i in range(largest(len(groups), self.model.device)):
+                members = groups[i] if i < len(groups) else []
+                logprobs_N = self._scores(self._collate([rollouts[m] for m in members] or [DUMMY]))
+                weights_N = torch.cat([*(token_weights[m] for m in members), torch.empty(0)]).to(logprobs_N)
+                passes.run((logprobs_N * weights_N).sum() if members else 0 * logprobs_N.sum(), self._sums)
 
 
 def _token_weights(rollout: Rollout, weight: Tensor | float) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from fisher_lit.sharding import local
+
 
 @torch.no_grad()
 def zero_frozen_gradients(parameters: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor]) -> None:
@@ -13,11 +15,11 @@ def zero_frozen_gradients(parameters: Mapping[str, nn.Parameter], masks: Mapping
 
     Args:
         parameters: parameters by name; those without a gradient are passed over.
-        masks: True on the coordinates that are trained.
+        masks: True on the coordinates that are trained; of a sharded parameter, the process's part.
     """
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            parameter.grad.masked_fill_(~masks[name], 0)
+            local(parameter.grad).masked_fill_(~masks[name], 0)
 
 
 @torch.no_grad()
@@ -29,7 +31,8 @@ def restore_frozen(
     A zero gradient does not hold a weight where it is: weight decay and momentum move it.
     """
     for name, parameter in parameters.items():
-        parameter.copy_(torch.where(masks[name], parameter, reference[name]))
+        held = local(parameter)
+        held.copy_(torch.where(masks[name], held, reference[name]))
 
 
 def moves_with_gradient_only(optimizer: Optimizer) -> bool:

@@ -5,6 +5,7 @@ Shapes: V = vocabulary, C = pairs of a batch, G = parameter groups.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from fisher_lit.fisher.estimators import BatchingRule
 from fisher_lit.logprobs import head_logits, hidden_states
 from fisher_lit.rollout.batch import Rollout, collate, split_micro_batches
 from fisher_lit.rollout.sampling import derive_seed, draw
+from fisher_lit.sharding import ShardedBackward, all_reduce, call, is_sharded, local, share_of, world_size
 
 
 class ParameterGroups:
@@ -38,8 +40,9 @@ class ParameterGroups:
 
     def __init__(self, parameters: Mapping[str, Tensor], masks: Sequence[Mapping[str, Tensor]] = ()) -> None:
         # How many of the masks hold a coordinate; as they are nested, this says which.
-        self._levels = {n: torch.zeros(p.shape, dtype=torch.uint8, device=p.device) for n, p in parameters.items()}
-        self.sizes = [sum(level.numel() for level in self._levels.values())]
+        held = {n: local(p) for n, p in parameters.items()}
+        self._levels = {n: torch.zeros(p.shape, dtype=torch.uint8, device=p.device) for n, p in held.items()}
+        self.sizes = [self._total(sum(level.numel() for level in self._levels.values()))]
         for index, mask in enumerate(masks):
             size = 0
             for name, level in self._levels.items():
@@ -50,9 +53,15 @@ class ParameterGroups:
                     raise UserError(f"groups: group {index} is not a part of the one before it; give the largest first")
                 level += member
                 size += int(member.sum())
+            size = self._total(size)
             if size == 0:
                 raise UserError(f"groups: group {index} is empty")
             self.sizes.append(size)
+
+    def _total(self, size: int) -> int:
+        total = torch.tensor(size, device=next(iter(self._levels.values())).device)
+        all_reduce(total)
+        return int(total)
 
     def means(self, vector: Mapping[str, Tensor]) -> Tensor:
         """Mean over each group, [G] float64 on the CPU.
@@ -68,6 +77,7 @@ class ParameterGroups:
                 totals[0] += values.sum(dtype=torch.float64)
                 for index in range(1, len(self.sizes)):
                     totals[index] += (values * (levels >= index)).sum(dtype=torch.float64)
+        all_reduce(totals)
         return totals.cpu() / torch.tensor(self.sizes, dtype=torch.float64)
 
 
@@ -141,10 +151,12 @@ def token_fisher(
             raise UserError(f"`{name}` must be at least 1, got {count}")
     parameters = measured_parameters(model, names)
     groups = ParameterGroups(parameters, masks)
-    measure = _PairSquares(model, parameters, batch_tokens, BatchingRule(model, batched))
+    measure = _PairSquares(
+        model, parameters, batch_tokens, BatchingRule(model, False if is_sharded(model) else batched)
+    )
     rows: list[Tensor] = []
     num_backward = 0
-    with measuring(model, parameters):
+    with measuring(model, parameters), measure.passes.measuring() if measure.passes else nullcontext():
         for rollout in rollouts:
             for pairs in _draw_pairs(model, rollout, seed, num_positions, num_pairs):
                 num_backward += len(pairs)
@@ -165,6 +177,18 @@ def _prefix(rollout: Rollout, position: int) -> Rollout:
     )
 
 
+def _prefix_logits(model: PreTrainedModel, rollout: Rollout, chosen: Sequence[int]) -> Tensor:
+    """Logits of chosen response tokens, [chosen, V] float32 (float64 for a float64 model)."""
+    batch = collate([rollout], pad_id=0, device=model.device)
+
+    def logits() -> tuple[Tensor]:
+        hidden_ND = hidden_states(model, batch)
+        return (torch.cat([head_logits(model, hidden_ND[i : i + 1]) for i in chosen]),)
+
+    (logits_NV,) = call(model, logits)
+    return logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+
+
 @torch.no_grad()
 def _draw_pairs(
     model: PreTrainedModel, rollout: Rollout, seed: int, num_positions: int, num_pairs: int
@@ -178,11 +202,10 @@ def _draw_pairs(
     uniforms = torch.rand(2, num_positions, 2 * num_pairs, generator=generator, dtype=torch.float64)
     end = max(positions) + 1
     upto = replace(rollout, response_ids=rollout.response_ids[:end], logprobs=rollout.logprobs[:end])
-    hidden_ND = hidden_states(model, collate([upto], pad_id=0, device=model.device))
+    logits_NV = _prefix_logits(model, upto, positions)
     counts: list[Counter[tuple[int, int, int]]] = [Counter(), Counter()]
     for index, position in enumerate(positions):
-        logits_V = head_logits(model, hidden_ND[position : position + 1])[0]
-        logprobs_V = (logits_V if logits_V.dtype == torch.float64 else logits_V.float()).log_softmax(-1).cpu()
+        logprobs_V = logits_NV[index].log_softmax(-1).cpu()
         real = draw(logprobs_V.expand(2 * num_pairs, -1), uniforms[0, index])
         uniform = (uniforms[1, index] * len(logprobs_V)).long()
         for counter, tokens in zip(counts, (real, uniform), strict=True):
@@ -204,11 +227,15 @@ class _PairSquares:
         self.batch_tokens = batch_tokens
         self.batching = batching
         self._sums = zeros_like_parameters(self.parameters)
+        self.passes = ShardedBackward(model, squares=True) if is_sharded(model) else None
 
     def sums(self, rollout: Rollout, pairs: Sequence[_Pair]) -> dict[str, Tensor]:
         """Sum over pairs, by parameter name; valid until the next call."""
         for total in self._sums.values():
             total.zero_()
+        if self.passes is not None:
+            self._add_sharded(self.passes, rollout, pairs)
+            return self._sums
         lengths = [len(rollout.prompt_ids) + pair.position + 1 for pair in pairs]
         if pairs and self.batching.is_worth_it(max(lengths)):
             for part in split_micro_batches(lengths, max_tokens=self.batch_tokens):
@@ -217,6 +244,14 @@ class _PairSquares:
             for position, same in groupby(pairs, key=lambda pair: pair.position):
                 self._add_at(_prefix(rollout, position), list(same))
         return self._sums
+
+    def _add_sharded(self, passes: ShardedBackward, rollout: Rollout, pairs: Sequence[_Pair]) -> None:
+        """Each process takes its share of the pairs, one per pass; one that has run out of pairs adds zeros."""
+        mine = share_of(pairs)
+        for i in range(-(-len(pairs) // world_size())):
+            pair = mine[i] if i < len(mine) else pairs[0]._replace(times=0)
+            logits_1V = _prefix_logits(self.model, _prefix(rollout, pair.position), [0])
+            passes.run((logits_1V[0, pair.first] - logits_1V[0, pair.second]) * (pair.times / 2) ** 0.5, self._sums)
 
     def _add_together(self, rollout: Rollout, pairs: Sequence[_Pair]) -> None:
         """One sequence per pair."""

@@ -5,20 +5,21 @@ Bit i of byte b (bit 0 is the least significant) is the membership of element 8 
 the last element are 0. The metadata hold what the caller gave, such as `q` and `source`, and the entries of `_header`.
 """
 
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fisher_lit.errors import UserError
 from fisher_lit.fisher.coordinates import Coordinates, require_shapes
 from fisher_lit.fisher.keys import CHUNK
+from fisher_lit.sharding import Shards, all_reduce, rank
 
 FORMAT_VERSION = "1"
 Kind = Literal["values", "masks"]
@@ -85,27 +86,39 @@ def unpack_bits(packed: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def save_vectors(
-    path: str | Path, tensors: Mapping[str, Tensor], coordinates: Coordinates, metadata: Mapping[str, str]
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    coordinates: Coordinates,
+    metadata: Mapping[str, str],
+    shards: Shards | None = None,
 ) -> None:
     """Write one value per coordinate, in fp32. The file appears whole or not at all.
 
     Args:
         path: file to write; its folder is made if it is missing.
-        tensors: whole tensors by parameter name.
+        tensors: tensors by parameter name; the process's parts where there are `shards`.
         coordinates: the order the file is tied to.
         metadata: further entries, such as `q` and `source`.
+        shards: what this process holds; None means all. All processes call together, and process 0 writes.
 
     Raises:
         UserError: if names or shapes are not those of `coordinates`.
     """
+    shards = shards or Shards(coordinates.parts)
     coordinates.require_tensors(tensors, "tensors")
-    require_shapes(tensors, coordinates.parts, "tensors")
-    values = {name: tensors[name].detach().float().contiguous() for name in coordinates.names}
-    _write(Path(path), values, _header("values", coordinates), metadata)
+    require_shapes(tensors, shards.parts, "tensors")
+    values = (
+        shards.gather(tensors[name].detach().float(), shape)
+        for name, shape in zip(coordinates.names, coordinates.shapes, strict=True)
+    )
+    _write(Path(path), values, coordinates, _header("values", coordinates), metadata)
 
 
 def load_vectors(
-    path: str | Path, coordinates: Coordinates, device: str | torch.device = "cpu"
+    path: str | Path,
+    coordinates: Coordinates,
+    device: str | torch.device = "cpu",
+    shards: Shards | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read a file of `save_vectors`.
 
@@ -113,6 +126,7 @@ def load_vectors(
         path: file to read.
         coordinates: those of the model; the file must have been made for the same.
         device: where the tensors go.
+        shards: what this process holds; it reads no more. None means all.
 
     Returns:
         The fp32 tensors by parameter name, and the metadata.
@@ -120,45 +134,76 @@ def load_vectors(
     Raises:
         UserError: if the file is absent, unreadable, of another kind or made for other coordinates.
     """
-    return _read(Path(path), "values", coordinates, device)
+
+    def take(name: str, values: Tensor) -> Tensor:
+        return shards.take(values, name, coordinates.parts[name].start) if shards else values
+
+    return _read(Path(path), "values", coordinates, device, take)
 
 
 def save_masks(
-    path: str | Path, masks: Mapping[str, Tensor], coordinates: Coordinates, metadata: Mapping[str, str]
+    path: str | Path,
+    masks: Mapping[str, Tensor],
+    coordinates: Coordinates,
+    metadata: Mapping[str, str],
+    shards: Shards | None = None,
 ) -> None:
     """Write a set of coordinates, one bit each. The file appears whole or not at all.
 
     Args:
         path: file to write; its folder is made if it is missing.
-        masks: whole bool masks by parameter name.
+        masks: bool masks by parameter name; the process's parts where there are `shards`.
         coordinates: the order the file is tied to.
         metadata: further entries, such as `q` and `source`.
+        shards: as for `save_vectors`.
 
     Raises:
         UserError: if names or shapes are not those of `coordinates`.
     """
     coordinates.require_tensors(masks, "masks")
+    shards = shards or Shards(coordinates.parts)
     packed = masks if isinstance(masks, PackedMasks) else PackedMasks.pack(masks)
-    for name, shape in zip(coordinates.names, coordinates.shapes, strict=True):
-        if packed.shapes[name] != shape:
-            raise UserError(f"masks: '{name}' has shape {list(packed.shapes[name])}, expected {list(shape)}")
-    header = _header("masks", coordinates) | {"num_selected": str(packed.num_selected())}
-    _write(Path(path), packed.bits, header, metadata)
+    for name, part in shards.parts.items():
+        if packed.shapes[name] != part.shape:
+            raise UserError(f"masks: '{name}' has shape {list(packed.shapes[name])}, expected {list(part.shape)}")
+    selected = torch.tensor(packed.num_selected(), device=next(iter(packed.bits.values())).device)
+    if shards.mesh is not None:
+        all_reduce(selected)
+    bits = (
+        # Bytes of different parts do not fit together.
+        packed.bits[name] if shards.mesh is None else pack_bits(shards.gather(packed[name], shape))
+        for name, shape in zip(coordinates.names, coordinates.shapes, strict=True)
+    )
+    header = _header("masks", coordinates) | {"num_selected": str(int(selected))}
+    _write(Path(path), bits, coordinates, header, metadata)
 
 
 def load_masks(
-    path: str | Path, coordinates: Coordinates, device: str | torch.device = "cpu"
+    path: str | Path,
+    coordinates: Coordinates,
+    device: str | torch.device = "cpu",
+    shards: Shards | None = None,
 ) -> tuple[PackedMasks, dict[str, str]]:
     """Read a file of `save_masks`; arguments and errors are those of `load_vectors`.
 
     Returns:
         The masks, which stay packed, and the metadata.
     """
-    bits, metadata = _read(Path(path), "masks", coordinates, device)
-    masks = PackedMasks(bits, dict(zip(coordinates.names, coordinates.shapes, strict=True)))
-    if (selected := str(masks.num_selected())) != (saved := metadata.get("num_selected")):
+    selected = 0
+
+    def take(name: str, bits: Tensor) -> Tensor:
+        nonlocal selected
+        part = coordinates.parts[name]
+        selected += PackedMasks({name: bits}, {name: part.shape}).num_selected()
+        if shards is None or shards.mesh is None:
+            return bits
+        return pack_bits(shards.take(unpack_bits(bits, part.shape), name, part.start))
+
+    bits, metadata = _read(Path(path), "masks", coordinates, device, take)
+    parts = coordinates.parts if shards is None else shards.parts
+    if str(selected) != (saved := metadata.get("num_selected")):
         raise UserError(f"{path}: damaged, {selected} bits are set and {saved} were saved; write it again")
-    return masks, metadata
+    return PackedMasks(bits, {name: part.shape for name, part in parts.items()}), metadata
 
 
 def _header(kind: Kind, coordinates: Coordinates) -> dict[str, str]:
@@ -172,18 +217,49 @@ def _header(kind: Kind, coordinates: Coordinates) -> dict[str, str]:
     }
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str], metadata: Mapping[str, str]) -> None:
+def _write(
+    path: Path,
+    tensors: Iterable[Tensor],
+    coordinates: Coordinates,
+    header: Mapping[str, str],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write one whole tensor after the other, so that no two need exist at a time."""
     assert not header.keys() & metadata.keys(), "an entry of the header must not be overwritten"
+    assert all(isinstance(value, str) for value in metadata.values()), "safetensors takes strings"
+    if rank() != 0:
+        # Gathering takes every process.
+        for _ in tensors:
+            pass
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file(dict(tensors), temporary, {**metadata, **header})
+        with temporary.open("wb") as file:
+            file.write(_safetensors_header(coordinates, header["kind"], {**metadata, **header}))
+            for tensor in tensors:
+                file.write(tensor.cpu().contiguous().numpy().data.cast("B") if tensor.numel() else b"")
         _sync(temporary)
         os.replace(temporary, path)
         # The folder holds the new name.
         _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _safetensors_header(coordinates: Coordinates, kind: str, metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON header of a safetensors file that holds a tensor per parameter in the coordinates' order."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in zip(coordinates.names, coordinates.shapes, strict=True):
+        size = math.prod(shape)
+        start, end = end, end + (4 * size if kind == "values" else -(-size // 8))
+        dtype, saved_shape = ("F32", list(shape)) if kind == "values" else ("U8", [-(-size // 8)])
+        entries[name] = {"dtype": dtype, "shape": saved_shape, "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    # Readers expect the data at a multiple of eight bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _sync(path: Path) -> None:
@@ -195,7 +271,11 @@ def _sync(path: Path) -> None:
 
 
 def _read(
-    path: Path, kind: Kind, coordinates: Coordinates, device: str | torch.device
+    path: Path,
+    kind: Kind,
+    coordinates: Coordinates,
+    device: str | torch.device,
+    take: Callable[[str, Tensor], Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the path of a file of {kind} that fisher-lit has written")
@@ -211,13 +291,17 @@ def _read(
                     f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; write it again"
                 )
             coordinates.require_same(Coordinates.from_json(metadata["coordinates"]), str(path))
-            tensors = {name: file.get_tensor(name) for name in coordinates.names}
+            tensors = {}
+            for name, shape in zip(coordinates.names, coordinates.shapes, strict=True):
+                tensor = file.get_tensor(name)
+                expected = (torch.float32, shape) if kind == "values" else (torch.uint8, (-(-math.prod(shape) // 8),))
+                if (tensor.dtype, tuple(tensor.shape)) != expected:
+                    raise UserError(
+                        f"{path}: damaged, '{name}' is not {expected[0]} {list(expected[1])}; write it again"
+                    )
+                tensors[name] = take(name, tensor)
     except UserError:
         raise
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error}); write it again") from error
-    for name, shape in zip(coordinates.names, coordinates.shapes, strict=True):
-        expected = (torch.float32, shape) if kind == "values" else (torch.uint8, (-(-math.prod(shape) // 8),))
-        if (tensors[name].dtype, tuple(tensors[name].shape)) != expected:
-            raise UserError(f"{path}: damaged, '{name}' is not {expected[0]} {list(expected[1])}; write it again")
     return tensors, metadata

@@ -74,4 +74,4 @@ class Distillation(PolicyModule):
 
 def sum_of_each(terms: Sequence[Tensor]) -> Tensor:
     """Sum over the tokens of each response, [responses] float64."""
-    return torch.stack([t.double().sum() for t in terms])
+    return torch.tensor([float(t.double().sum()) for t in terms], dtype=torch.float64)

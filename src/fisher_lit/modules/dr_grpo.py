@@ -61,7 +61,7 @@ class DrGRPO(PolicyModule):
             reference,
             advantages,
             clip_range=self.clip_range,
-            num_responses=len(batch.rollouts),
+            num_responses=batch.total_responses,
             horizon=batch.horizon,
         )
 

@@ -30,7 +30,7 @@ class FullVocabDistillation(Distillation):
             temperature=batch.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
-        return forward_N.sum() / batch.num_response_tokens, scores
+        return forward_N.sum() / batch.total_response_tokens, scores
 
     @override
     def signal(self, batch: RolloutBatch) -> list[Tensor | float]:

@@ -11,7 +11,7 @@ from fisher_lit.logprobs import TokenScores
 from fisher_lit.modules.distillation import Distillation, sum_of_each
 from fisher_lit.modules.policy import require_importance_cap
 from fisher_lit.objectives import k2_loss, truncated_importance_weights
-from fisher_lit.rollout.batch import MicroBatch, RolloutBatch, collate
+from fisher_lit.rollout.batch import DUMMY, MicroBatch, RolloutBatch, collate
 from fisher_lit.teacher import Teacher
 
 
@@ -37,7 +37,7 @@ class K2Distillation(Distillation):
         weights = None
         if self.importance_cap is not None:
             weights = truncated_importance_weights(scores.logprobs, micro.sampler_logprobs, self.importance_cap)
-        return k2_loss(scores.logprobs, teacher, num_tokens=batch.num_response_tokens, weights=weights)
+        return k2_loss(scores.logprobs, teacher, num_tokens=batch.total_response_tokens, weights=weights)
 
     @override
     def signal(self, batch: RolloutBatch) -> list[Tensor | float]:
@@ -54,7 +54,7 @@ class K2Distillation(Distillation):
         assert self.model is not None
         totals = sum_of_each(self.log_ratios(batch))
         for group in self.micro_batches([r.num_tokens for r in batch.rollouts]):
-            micro = collate([batch.rollouts[i] for i in group], pad_id=0, device=self.device)
+            micro = collate([batch.rollouts[i] for i in group] or [DUMMY], pad_id=0, device=self.device)
             _, reverse_N, _ = forward_kl(
                 self.model,
                 self.teacher.network,
@@ -62,7 +62,8 @@ class K2Distillation(Distillation):
                 temperature=batch.temperature,
                 chunk_tokens=self.logprob_chunk_tokens,
             )
-            totals[group] += torch.zeros(len(group), dtype=torch.float64).index_add(
-                0, micro.row.cpu(), reverse_N.double().cpu()
-            )
+            if group:
+                totals[group] += torch.zeros(len(group), dtype=torch.float64).index_add(
+                    0, micro.row.cpu(), reverse_N.double().cpu()
+                )
         return totals.tolist()

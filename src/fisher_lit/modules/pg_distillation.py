@@ -30,7 +30,7 @@ class PGDistillation(Distillation):
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
         signal = self._centred_returns(batch)[list(indices)].to(scores.logprobs)
-        return policy_gradient_loss(scores.logprobs, signal[micro.row], num_responses=len(batch.rollouts))
+        return policy_gradient_loss(scores.logprobs, signal[micro.row], num_responses=batch.total_responses)
 
     @override
     def signal(self, batch: RolloutBatch) -> list[Tensor | float]:

@@ -22,8 +22,11 @@ from fisher_lit.logprobs import TokenScores, response_logprobs
 from fisher_lit.models import load_config, load_model, load_tokenizer, resolve_model
 from fisher_lit.modules.layout import scalar_layout
 from fisher_lit.modules.statistics import UpdateStatistics, batch_statistics, check_logprob_gap
-from fisher_lit.rollout.batch import MicroBatch, RolloutBatch, collate, split_micro_batches
+from fisher_lit.rollout.batch import DUMMY, MicroBatch, RolloutBatch, collate, split_micro_batches
 from fisher_lit.rollout.datamodule import RolloutDataModule
+from fisher_lit.rollout.exchange import gather_batch
+from fisher_lit.sharding import largest, whole
+from fisher_lit.strategies import FSDP2Strategy
 
 NUM_EXAMPLES = 4
 
@@ -155,6 +158,8 @@ class PolicyModule(LightningModule):
             self.model = load_model(self.model_path, self.config, random_init=self.random_init)
             if self.gradient_checkpointing:
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            if isinstance(self.trainer.strategy, FSDP2Strategy):
+                self.trainer.strategy.shard(self.model)
 
     @override
     def configure_optimizers(self):
@@ -192,6 +197,8 @@ class PolicyModule(LightningModule):
                 update=self.global_step,
             )
         optimizer.step()
+        # As one process would have it, so that every process reports the same.
+        batch = gather_batch(batch)
         values = self.batch_metrics(batch) | measured
         values |= {"gradient_norm": self._gradient_norm, "lr": optimizer.param_groups[0]["lr"]}
         if isinstance(scheduler, LRScheduler):
@@ -207,16 +214,27 @@ class PolicyModule(LightningModule):
             for group in self.micro_batches([batch.rollouts[i].num_tokens for i in chosen]):
                 indices = [chosen[i] for i in group]
                 with torch.set_grad_enabled(active):
-                    loss = self._score(batch, indices, statistics)
+                    loss = self._score(batch, indices, statistics) if indices else self._nothing()
                 if active:
                     self.manual_backward(loss)
         return statistics
 
     def micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Split sequences of these lengths (tokens) by the module's limit."""
-        return split_micro_batches(
+        """Split sequences of these lengths (tokens) by the module's limit.
+
+        Every process gets equally many micro-batches, as each is a pass through a model that they share; where one has
+        too few sequences, some of its micro-batches are empty.
+        """
+        groups = split_micro_batches(
             lengths, max_responses=self.micro_batch_responses, max_tokens=self.micro_batch_tokens
         )
+        return groups + [[]] * (largest(len(groups), self.device) - len(groups))
+
+    def _nothing(self) -> Tensor:
+        """A loss of 0 that passes through the whole model: an empty micro-batch."""
+        assert self.model is not None
+        scores = response_logprobs(self.model, collate([DUMMY], pad_id=0, device=self.device))
+        return 0 * scores.logprobs.sum()
 
     def forward_loss(
         self, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch
@@ -253,7 +271,7 @@ class PolicyModule(LightningModule):
     def on_before_optimizer_step(self, optimizer) -> None:
         # Lightning calls callbacks before this hook, so a mask has zeroed its gradients by now.
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.gradient_clip or math.inf)
-        self._gradient_norm = float(norm)
+        self._gradient_norm = float(whole(norm))
         if not math.isfinite(self._gradient_norm):
             raise NonFiniteError(
                 f"the gradient norm of update {self.global_step} is {self._gradient_norm}; training stopped before "
@@ -296,14 +314,15 @@ class PolicyModule(LightningModule):
     def _report_evaluation(self, split: str) -> None:
         values = self.evaluation.compute()
         tagged = {f"{split}/{name}": value for name, value in values.items()}
-        self.log_dict(tagged, logger=False)
+        self.log_dict(tagged, logger=False, sync_dist=True)
         for logger in self.loggers:
             # Lightning would put an evaluation after n updates at step n − 1.
             logger.log_metrics(tagged, self.global_step)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         self.print(f"step {self.global_step} {split}: {shown}")
         log_dir = Path(self.trainer.log_dir or self.trainer.default_root_dir)
-        self.evaluation.write_completions(log_dir / "completions" / f"{split}_step_{self.global_step:06d}.jsonl")
+        if self.trainer.is_global_zero:
+            self.evaluation.write_completions(log_dir / "completions" / f"{split}_step_{self.global_step:06d}.jsonl")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
                 text = self.evaluation.examples(NUM_EXAMPLES)

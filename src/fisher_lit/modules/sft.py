@@ -18,7 +18,7 @@ class SFT(PolicyModule):
 
     @override
     def loss(self, scores: TokenScores, micro: MicroBatch, indices: Sequence[int], batch: RolloutBatch) -> Tensor:
-        return sft_loss(scores.logprobs, num_tokens=batch.num_response_tokens)
+        return sft_loss(scores.logprobs, num_tokens=batch.total_response_tokens)
 
     @override
     def signal(self, batch: RolloutBatch) -> list[Tensor | float]:

@@ -1,12 +1,15 @@
 """What one optimizer update reports, accumulated over its micro-batches."""
 
 import logging
+import math
 
 import torch
+import torch.distributed as dist
 
 from fisher_lit.errors import EngineError
 from fisher_lit.logprobs import TokenScores
 from fisher_lit.rollout.batch import MicroBatch, RolloutBatch
+from fisher_lit.sharding import all_reduce
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +40,19 @@ class UpdateStatistics:
     def compute(self) -> dict[str, float]:
         """loss; entropy and the gap between sampler and trainer in nats, the latter only if there was a sampler.
 
-        The gap is |log p_sampler − log p_trainer| as mean and largest, and as KL(sampler ‖ trainer) per token.
+        The gap is |log p_sampler − log p_trainer| as mean and largest, and as KL(sampler ‖ trainer) per token. All
+        processes call this together: the values are those of the whole update.
         """
-        values = {"loss": float(self.loss), "entropy": float(self.entropy) / self.num_tokens}
-        if not torch.isnan(self.gap_total):
-            values["logprob_gap_mean"] = float(self.gap_total) / self.num_tokens
+        sums = torch.stack([self.loss, self.entropy, self.gap_total, self.gap_k3]).double()
+        sums = torch.cat([sums, sums.new_tensor([self.num_tokens])])
+        all_reduce(sums)
+        all_reduce(self.gap_max, dist.ReduceOp.MAX)
+        loss, entropy, gap_total, gap_k3, num_tokens = sums.tolist()
+        values = {"loss": loss, "entropy": entropy / num_tokens}
+        if not math.isnan(gap_total):
+            values["logprob_gap_mean"] = gap_total / num_tokens
             values["logprob_gap_max"] = float(self.gap_max)
-            values["logprob_gap_k3"] = float(self.gap_k3) / self.num_tokens
+            values["logprob_gap_k3"] = gap_k3 / num_tokens
         return values
 
 

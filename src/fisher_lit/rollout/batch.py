@@ -59,6 +59,8 @@ class RolloutBatch:
         seconds: wall-clock seconds by phase ("generation", "reward").
         num_reward_timeouts: answers whose judgement ran into its time limit.
         teacher_logprobs: for distillation, the teacher's log-probability (nats) of each response token, [tokens] each.
+        total_responses: responses of the whole update, over all processes; losses divide by it. 0 takes this batch's.
+        total_response_tokens: the same for response tokens.
     """
 
     rollouts: list[Rollout]
@@ -68,15 +70,22 @@ class RolloutBatch:
     seconds: dict[str, float] = field(default_factory=dict)
     num_reward_timeouts: int = 0
     teacher_logprobs: list[Tensor] | None = None
+    total_responses: int = 0
+    total_response_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.total_responses = self.total_responses or len(self.rollouts)
+        self.total_response_tokens = self.total_response_tokens or self.num_response_tokens
 
     @property
     def rewards(self) -> Tensor:
         """Rewards [prompts, responses_per_prompt], float32."""
-        return torch.tensor([r.reward for r in self.rollouts]).view(-1, self.responses_per_prompt)
+        num_prompts = len(self.rollouts) // self.responses_per_prompt
+        return torch.tensor([r.reward for r in self.rollouts]).view(num_prompts, self.responses_per_prompt)
 
     @property
     def num_response_tokens(self) -> int:
-        """Response tokens of the whole batch, observed stop tokens included."""
+        """Response tokens of this process's rollouts, observed stop tokens included."""
         return sum(len(r.response_ids) for r in self.rollouts)
 
 
@@ -129,6 +138,10 @@ def collate(rollouts: Sequence[Rollout], *, pad_id: int, device: torch.device | 
         targets=input_ids[response_mask].to(device),
         sampler_logprobs=torch.tensor([x for r in rollouts for x in r.logprobs]).to(device),
     )
+
+
+# What a process computes where the others have one more sequence than it has: passes through the whole model.
+DUMMY = Rollout("", "", "", 0, (0,), (0,), (0.0,), "length", "")
 
 
 def split_micro_batches(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from lightning.pytorch import LightningDataModule, Trainer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from fisher_lit.errors import UserError
@@ -16,9 +16,12 @@ from fisher_lit.rewards import MathReward
 from fisher_lit.rollout.analysis_samples import AnalysisSamples
 from fisher_lit.rollout.batch import Rollout, RolloutBatch
 from fisher_lit.rollout.engine import Engine, SampleRequest
+from fisher_lit.rollout.exchange import count_over_processes
 from fisher_lit.rollout.prompt_loaders import EvalLoader, PromptBatch, PromptLoader
 from fisher_lit.rollout.sampling import Sampling, derive_seed
 from fisher_lit.rollout.transformers_engine import TransformersEngine
+from fisher_lit.sharding import gathered
+from fisher_lit.strategies import require_supported_strategy
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,8 @@ class RolloutDataModule(LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        require_one_process(self._trainer)
+        require_supported_strategy(self._trainer)
+        require_whole_shares(self.prompts_per_update, self._trainer.world_size)
         self.tokenizer: PreTrainedTokenizerBase = self._trainer.lightning_module.tokenizer  # type: ignore[assignment]
         self.stop_ids = _stop_ids(self.tokenizer, self.stop_tokens)
         self._check_room()
@@ -155,10 +159,14 @@ class RolloutDataModule(LightningDataModule):
 
     @override
     def on_after_batch_transfer(self, batch: PromptBatch, dataloader_idx: int) -> RolloutBatch:
-        return self.eval_batch(batch.prompts) if batch.update is None else self.train_batch(batch.prompts, batch.update)
+        if batch.update is None:
+            return self.eval_batch(batch.prompts)
+        rollouts = self.train_batch(batch.prompts, batch.update)
+        count_over_processes(rollouts, self._trainer.strategy.root_device)
+        return rollouts
 
     def train_batch(self, prompts: Sequence[Prompt], update: int) -> RolloutBatch:
-        """The rollouts of one optimizer update, from the current weights."""
+        """This process's rollouts of one optimizer update, from the current weights."""
         return self.draw(
             prompts,
             self.responses_per_prompt,
@@ -189,10 +197,10 @@ class RolloutDataModule(LightningDataModule):
         progress: Callable[[int], None] | None = None,
         judge: bool = True,
     ) -> RolloutBatch:
-        """Draw responses from the module's current weights, and judge them.
+        """Draw responses from the module's current weights, and judge them. All processes call this together.
 
         Args:
-            prompts: the prompts.
+            prompts: this process's prompts; none is fine.
             responses_per_prompt: responses to each of them.
             sampling: how tokens are drawn.
             seed: seed of response j to the problem with an id.
@@ -206,8 +214,10 @@ class RolloutDataModule(LightningDataModule):
             SampleRequest(p.token_ids, seed(p.problem.id, j)) for p in prompts for j in range(responses_per_prompt)
         ]
         started = time.perf_counter()
-        self.engine.sync_weights(self._trainer.lightning_module.model)  # type: ignore[arg-type]
-        with self._trainer.precision_plugin.forward_context():
+        model: PreTrainedModel = self._trainer.lightning_module.model  # type: ignore[assignment]
+        # Processes may draw other numbers of tokens, so nothing inside waits for another process.
+        with gathered(model), self._trainer.precision_plugin.forward_context():
+            self.engine.sync_weights(model)
             samples = self.engine.generate(
                 requests,
                 sampling=sampling,
@@ -256,16 +266,16 @@ class RolloutDataModule(LightningDataModule):
         self.reward.close()
 
 
-def require_one_process(trainer: Trainer) -> None:
-    """Refuse a Trainer with several processes: each would draw and train on all rollouts of an update.
+def require_whole_shares(prompts_per_update: int, num_processes: int) -> None:
+    """Refuse an update whose prompts cannot be shared equally.
 
     Raises:
-        UserError: naming the number of processes.
+        UserError: naming both numbers.
     """
-    if trainer.world_size > 1:
+    if prompts_per_update % num_processes:
         raise UserError(
-            f"trainer: {trainer.world_size} processes were asked for, but rollouts are drawn by one process; set "
-            f"`devices: 1` and `num_nodes: 1`"
+            f"data: `prompts_per_update` is {prompts_per_update}, which {num_processes} processes cannot share "
+            f"equally; set a multiple of {num_processes}, or another number of devices"
         )
 
 
