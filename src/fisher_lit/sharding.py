@@ -115,7 +115,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     # Parameters gathered in inference mode could not be trained afterwards.
     with torch.inference_mode(False), torch.no_grad() if groups else nullcontext():
         if groups:
-            groups[0]._get_fsdp_state()._lazy_init()  # type: ignore[attr-defined]
+            groups[0]._get_fsdp_state()._lazy_init()
         for module in groups:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
@@ -235,7 +235,7 @@ class _SquareThenSum(ReduceScatter):
     def __init__(self, device: torch.device) -> None:
         self.squared_norm = torch.zeros((), dtype=torch.float64, device=device)
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
