@@ -129,7 +129,7 @@ def token_fisher(
     the sample index only.
 
     Args:
-        model: any Hugging Face causal LM whose parameters are not sharded.
+        model: any Hugging Face causal LM; processes that shard it take the same responses and share the pairs.
         rollouts: one response per prompt.
         seed: seed of positions and pairs.
         masks: groups of coordinates, as for `ParameterGroups`; the group of all measured ones always comes first.

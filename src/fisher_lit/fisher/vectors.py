@@ -238,7 +238,7 @@ def _write(
         with temporary.open("wb") as file:
             file.write(_safetensors_header(coordinates, header["kind"], {**metadata, **header}))
             for tensor in tensors:
-                file.write(tensor.cpu().contiguous().numpy().data.cast("B") if tensor.numel() else b"")
+                file.write(tensor.cpu().contiguous().numpy().data)
         _sync(temporary)
         os.replace(temporary, path)
         # The folder holds the new name.
