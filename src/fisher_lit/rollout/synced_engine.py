@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from fisher_lit.errors import UserError
 from fisher_lit.rollout.engine import Engine
 from fisher_lit.rollout.weight_sync import check_probe, fingerprint, probe_tokens, trainer_logprobs
+from fisher_lit.sharding import world_size
 
 
 class SyncedEngine(Engine):
@@ -50,6 +51,11 @@ class SyncedEngine(Engine):
 
     def _sync(self, model: PreTrainedModel, *, probe: bool = False) -> None:
         """Send the weights, unless the engine holds these very ones."""
+        if world_size() > 1:
+            raise UserError(
+                f"engine: {type(self).__name__} draws for one process, and there are {world_size()}; use "
+                f"fisher_lit.rollout.TransformersEngine with `strategy: fsdp2`"
+            )
         current = fingerprint(model)
         if current == self._held:
             return
