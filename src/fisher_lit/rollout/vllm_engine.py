@@ -115,6 +115,7 @@ class VLLMEngine(SyncedEngine):
 
     @override
     def sync_weights(self, model: PreTrainedModel) -> None:
+        self._require_one_process()
         config = model.config.to_json_string()
         if self._llm is not None and config != self._config:
             self.close()

@@ -72,6 +72,7 @@ class VLLMServerEngine(SyncedEngine):
 
     @override
     def sync_weights(self, model: PreTrainedModel) -> None:
+        self._require_one_process()
         if self._served is None:
             self._served = self._call("v1/models")["data"][0]
             self._call("init_weight_transfer_engine", {"init_info": {}})
