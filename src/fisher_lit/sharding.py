@@ -89,6 +89,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def architecture(model: PreTrainedModel) -> str:
+    """Name of a model's class, which FSDP2 hides behind one of its own."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def call(model: nn.Module, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Call a function of the model's submodules as if it were the model's own forward.
 

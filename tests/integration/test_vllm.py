@@ -220,13 +220,18 @@ def test_teacher_in_vllm_scores_as_in_transformers(model):
 
 def test_distillation_with_student_and_teacher_in_vllm(run):
     eager = "{class_path: fisher_lit.rollout.VLLMEngine, init_args: {enforce_eager: true}}"
-    overlays = [arg for path in OVERLAYS if path.stem in ("fisher", "recall", "retention") for arg in ("-c", path)]
+    # The bound needs the teacher's whole distribution, which vLLM does not give.
+    chosen = [path for path in OVERLAYS if path.stem not in ("bound", "mask_random")]
+    overlays = [arg for path in chosen for arg in ("-c", path)]
     out = run(
         "fit", "-c", ROOT / "configs" / "vllm.yaml", *overlays, "--trainer.max_steps", 3,
         "--trainer.limit_val_batches", 0, "--data.init_args.engine.init_args.enforce_eager", "true",
-        "--model.init_args.teacher.engine", eager, config=ROOT / "configs" / "opd_tiny.yaml",
+        "--model.init_args.teacher.engine", eager, "--data.init_args.analysis.fisher_prompts", 20,
+        "--data.init_args.analysis.gradient_prompts", 200, "--data.init_args.analysis.gradient_responses", 2,
+        config=ROOT / "configs" / "opd_tiny.yaml",
     )  # fmt: skip
-    assert {path.stem for path in (out / "analyses").glob("*.jsonl")} == {"fisher", "recall", "retention"}
+    written = {path.stem for path in (out / "analyses").glob("*.jsonl")}
+    assert written == {"fisher", "recall", "retention", "token_fisher"}
     assert all(value < 1e-4 for _, value in scalars(out, "train/logprob_gap_max"))
     assert len(scalars(out, "train/reverse_kl_k1")) == 3
 
@@ -345,14 +350,32 @@ def test_missing_vllm_names_the_extras(monkeypatch):
         VLLMEngine()
 
 
-def test_several_processes_are_refused(tmp_path):
-    overlays = [
+def sharded_fit(folder, *args):
+    configs = [
         arg for name in ("quickstart", "vllm", "fsdp2") for arg in ("-c", str(ROOT / "configs" / f"{name}.yaml"))
     ]
-    stopped = subprocess.run(
-        [sys.executable, "-m", "fisher_lit", "fit", *overlays, "--trainer.max_steps", "1",
-         "--trainer.logger.init_args.save_dir", str(tmp_path)],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    logger = ["--trainer.logger.init_args.save_dir", str(folder), "--trainer.logger.init_args.name", "sharded"]
+    command = [sys.executable, "-m", "fisher_lit", "fit", *configs, *logger, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250)
+
+
+def test_one_engine_per_process_gives_the_numbers_of_one(run, tmp_path):
+    """Evaluation prompts that the two processes share unevenly, too."""
+    args = [
+        "--data.init_args.engine.init_args.enforce_eager", "true", "--trainer.max_steps", 3,
+        "--trainer.val_check_interval", 2, "--data.init_args.val.init_args.num_problems", 1,
+    ]  # fmt: skip
+    sharded = sharded_fit(tmp_path, *args)
+    assert sharded.returncode == 0, sharded.stderr[-2000:]
+    alone = run("fit", "-c", ROOT / "configs" / "vllm.yaml", *args)
+    for tag in ("train/reward", "train/response_length", "val/accuracy"):
+        assert scalars(tmp_path / "sharded", tag) == scalars(alone, tag)
+    assert all(value < 1e-4 for _, value in scalars(tmp_path / "sharded", "train/logprob_gap_max"))
+
+
+def test_server_engine_refuses_several_processes(tmp_path):
+    engine = ["--data.init_args.engine", "{class_path: fisher_lit.rollout.VLLMServerEngine}"]
+    address = ["--data.init_args.engine.init_args.url", "http://localhost:1"]
+    stopped = sharded_fit(tmp_path, *engine, *address, "--trainer.max_steps", 1)
     assert stopped.returncode != 0
-    assert "engine: VLLMEngine draws for one process, and there are 2" in stopped.stderr
+    assert "engine: VLLMServerEngine draws for one process, and there are 2" in stopped.stderr

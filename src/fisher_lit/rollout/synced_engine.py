@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from fisher_lit.errors import UserError
 from fisher_lit.rollout.engine import Engine
 from fisher_lit.rollout.weight_sync import check_probe, fingerprint, probe_tokens, trainer_logprobs
-from fisher_lit.sharding import world_size
 
 
 class SyncedEngine(Engine):
@@ -48,14 +47,6 @@ class SyncedEngine(Engine):
     @abstractmethod
     def _max_model_len(self) -> int:
         """Most tokens of a prompt and its response."""
-
-    def _require_one_process(self) -> None:
-        """Refuse a fit on several processes before the engine starts. Raises UserError."""
-        if world_size() > 1:
-            raise UserError(
-                f"engine: {type(self).__name__} draws for one process, and there are {world_size()}; use "
-                f"fisher_lit.rollout.TransformersEngine with `strategy: fsdp2`"
-            )
 
     def _sync(self, model: PreTrainedModel, *, probe: bool = False) -> None:
         """Send the weights, unless the engine holds these very ones."""

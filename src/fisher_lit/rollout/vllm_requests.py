@@ -36,7 +36,7 @@ def check_lengths(requests: Sequence[SampleRequest], max_new_tokens: int, max_mo
     Raises:
         UserError: naming the longest prompt.
     """
-    longest = max(len(request.prompt_ids) for request in requests)
+    longest = max((len(request.prompt_ids) for request in requests), default=0)
     if longest + max_new_tokens > max_model_len:
         raise UserError(
             f"engine: a prompt of {longest} tokens and a response of {max_new_tokens} are more than vLLM's "

@@ -19,6 +19,7 @@ from fisher_lit.rollout.sampling import Sampling
 from fisher_lit.rollout.synced_engine import SyncedEngine
 from fisher_lit.rollout.vllm_requests import check_lengths, check_sampling, sampling_parameters
 from fisher_lit.rollout.weight_sync import checkpoint_weights
+from fisher_lit.sharding import world_size
 
 CHUNK_BYTES = 64 << 20
 # Far from 1, so that log-probabilities from before the temperature cannot pass for those after it.
@@ -72,7 +73,11 @@ class VLLMServerEngine(SyncedEngine):
 
     @override
     def sync_weights(self, model: PreTrainedModel) -> None:
-        self._require_one_process()
+        if world_size() > 1:
+            raise UserError(
+                f"engine: VLLMServerEngine draws for one process, and there are {world_size()}; use VLLMEngine or "
+                f"TransformersEngine with `strategy: fsdp2`"
+            )
         if self._served is None:
             self._served = self._call("v1/models")["data"][0]
             self._call("init_weight_transfer_engine", {"init_info": {}})

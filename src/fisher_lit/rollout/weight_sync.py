@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fisher_lit.errors import EngineError
+from fisher_lit.sharding import all_reduce, local, whole
 
 # Mean absolute difference of log-probabilities, nats per token, that rounding to a dtype can explain.
 ROUNDING = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -23,7 +24,8 @@ def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[t
     """The model's weights under their names in a Hugging Face checkpoint, one at a time, in a fixed order.
 
     A tied weight comes under each of its names: an engine may keep a packed copy for each use. (vLLM's CPU backend
-    does, and a reload without `lm_head.weight` leaves its head as it was.) One cast copy exists at a time.
+    does, and a reload without `lm_head.weight` leaves its head as it was.) One whole, cast copy exists at a time; all
+    processes take the stream together.
 
     Args:
         model: the trained model.
@@ -32,6 +34,7 @@ def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[t
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     # Some architectures keep weights in other shapes in memory, such as the experts of a layer as one tensor.
     for name, tensor in revert_weight_conversion(model, state).items():
+        tensor = whole(tensor)
         yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -49,16 +52,18 @@ def fingerprint(model: PreTrainedModel) -> int:
     """
     device = model.device
     weights = model.state_dict().values()
-    size = min(_CHUNK, max(weight.numel() for weight in weights))
+    size = min(_CHUNK, max(local(weight).numel() for weight in weights))
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator, dtype=torch.int64)
     keys = (keys | 1).to(device)
     total = torch.zeros((), dtype=torch.int64, device=device)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    for weight in weights:
+    for weight in map(local, weights):
         bits = weight.contiguous().view(-1).view(integers[weight.element_size()])
         for chunk in bits.split(size):
             total = total * 6364136223846793005 + (chunk.to(torch.int64) * keys[: len(chunk)]).sum()
+    # Each process has hashed what it holds, and all must decide alike.
+    all_reduce(total)
     return int(total)
 
 
